@@ -1,0 +1,1 @@
+"""Building blocks: nn.Modules that can be lifted into any code base."""

@@ -1,0 +1,1 @@
+"""Measuring, planning and saving memory, for any nn.Module."""

@@ -1,0 +1,1 @@
+"""Functions on tensors with their own backward."""

@@ -1,0 +1,1 @@
+"""The one loop that trains every architecture, its data, optimisers and files."""
