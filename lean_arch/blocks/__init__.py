@@ -1,1 +1,5 @@
 """Building blocks: nn.Modules that can be lifted into any code base."""
+
+from lean_arch.blocks.reversible import ReversiblePair, ReversibleSequence
+
+__all__ = ["ReversiblePair", "ReversibleSequence"]

@@ -7,51 +7,50 @@ import contextlib
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 
-def autocast_state(device: torch.device) -> list[contextlib.AbstractContextManager]:
-    """Contexts that bring back today's autocast for `device` and the CPU, with its weight cache off.
+def autocast_as_now(device: torch.device, cache: bool = False):
+    """A maker of contexts that bring back today's autocast for `device` and the CPU.
 
-    The cache would hold a 16-bit copy of every weight until the outermost autocast ends.
+    Autocast's weight cache is off unless `cache`: it would hold a 16-bit copy of every weight until the outermost
+    autocast ends. Who asks for it clears it (`torch.clear_autocast_cache()`).
     """
-    return [
-        torch.autocast(
-            kind,
-            dtype=torch.get_autocast_dtype(kind),
-            enabled=torch.is_autocast_enabled(kind),
-            cache_enabled=False,
-        )
-        for kind in {device.type, "cpu"}
-    ]
+    kinds = {device.type, "cpu"} - {"meta"}
+    states = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
+
+    @contextlib.contextmanager
+    def context():
+        with contextlib.ExitStack() as stack:
+            for kind, dtype, enabled in states:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=cache))
+            yield
+
+    return context
 
 
 class Replay:
-    """The state a computation on `device` starts from; `with replay.again():` runs it once more from there.
+    """The random state a computation on `device` starts from; `with replay.again():` runs it once more from there.
 
-    The random states are dropped by `settle()` when the first run drew nothing, so a layer without dropout
+    It is dropped by `settle()` when the first run drew nothing, so a layer without dropout
     costs no bytes. The caller's own random stream is never disturbed.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.autocast = autocast_state(device)
         self.cpu_rng = torch.get_rng_state()
         self.device_rng = None if device.type in ("cpu", "meta") else _generator(device).get_rng_state(device)
 
     def settle(self):
         """Call after the first run: forget the random states that it did not use."""
-        if torch.equal(self.cpu_rng, torch.get_rng_state()):
+        if _same(self.cpu_rng, torch.get_rng_state()):
             self.cpu_rng = None
-        if self.device_rng is not None and torch.equal(
-            self.device_rng, _generator(self.device).get_rng_state(self.device)
-        ):
+        if self.device_rng is not None and _same(self.device_rng, _generator(self.device).get_rng_state(self.device)):
             self.device_rng = None
 
     @contextlib.contextmanager
     def again(self):
         with contextlib.ExitStack() as stack:
-            for context in self.autocast:
-                stack.enter_context(context)
             if self.cpu_rng is not None:
                 now = torch.get_rng_state()
                 stack.callback(torch.set_rng_state, now)
@@ -63,18 +62,26 @@ class Replay:
             yield
 
 
+def _same(state: torch.Tensor, other: torch.Tensor) -> bool:
+    with _disable_current_modes():  # random states stay real when torch runs on fake tensors
+        return torch.equal(state, other)
+
+
 def _generator(device: torch.device):
     return torch.get_device_module(device)
 
 
 @contextlib.contextmanager
 def frozen_statistics(module: nn.Module):
-    """Within, BatchNorm layers of `module` normalise as before but do not update their running statistics."""
-    layers = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats]
-    for layer in layers:
+    """Within, the training BatchNorm layers of `module` normalise as before but leave their running statistics."""
+    layers = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+    layers = [(m, m.momentum) for m in layers if m.training and m.track_running_stats]
+    for layer, _ in layers:
         layer.track_running_stats = False
+        layer.momentum = 0.0  # InstanceNorm updates by momentum alone
     try:
         yield
     finally:
-        for layer in layers:
+        for layer, momentum in layers:
             layer.track_running_stats = True
+            layer.momentum = momentum
