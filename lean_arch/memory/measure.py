@@ -1,6 +1,8 @@
 """Peak memory of a step as it really runs, from the allocator's own events, and what it consisted of."""
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -38,7 +40,8 @@ def measure(fn: Callable[[], object], *held) -> Report:
         if storage.device.type == device and address not in alive:
             alive[address] = ("held", address)
             ledger.hold(alive[address], _occupied(storage), category)
-    with _marked_gradients(holdings), profile(activities=_activities(device), profile_memory=True) as profiler:
+    profiler = profile(activities=_activities(device), profile_memory=True)
+    with _marked_gradients(holdings), _running(profiler):
         fn()
     for number, (event, marked) in enumerate(_events(profiler, device)):
         if marked is not None:
@@ -65,6 +68,32 @@ def _occupied(storage: torch.UntypedStorage) -> int:
 
 def _activities(device: str) -> list[ProfilerActivity]:
     return [ProfilerActivity.CPU] if device == "cpu" else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+
+
+@contextlib.contextmanager
+def _running(profiler: profile):
+    """The profiler switched on, without the lines that its start and stop write to the error stream."""
+    with _silent_stderr():
+        profiler.__enter__()
+    try:
+        yield
+    finally:
+        with _silent_stderr():
+            profiler.__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def _silent_stderr():
+    sys.stderr.flush()
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)  # the lines come from C++, past sys.stderr
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 @contextlib.contextmanager
