@@ -29,6 +29,14 @@ def round_to_grid(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype, copy=True).mul_(scale).round_().mul_(1 / scale)
 
 
+def traceable_round(x: Tensor) -> Tensor:
+    """round_to_grid, with gradient one, for compilers that know no autograd.Function. float32 unless x is float64."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    scale = 2.0**41 if x.dtype == torch.float64 else 2.0**12
+    fixed = wide.detach()
+    return torch.round(fixed * scale) / scale + (wide - fixed)
+
+
 class _RoundToGrid(torch.autograd.Function):
     """Rounding with gradient one (straight through)."""
 
@@ -50,10 +58,18 @@ class ReversiblePair(nn.Module):
         self.f = f
         self.g = g
 
+    @torch.jit.unused
     def forward(self, x1: Tensor, x2: Tensor, run: "_Stored") -> tuple[Tensor, Tensor]:
         x2, y1 = run.half_step(self.f, x1, x2)
-        y1, y2 = run.half_step(self.g, x2, y1)
-        return y1, y2
+        return run.half_step(self.g, x2, y1)
+
+    @torch.jit.export
+    def plain(self, x1: Tensor, x2: Tensor, dtype: torch.dtype, exact: bool) -> tuple[Tensor, Tensor]:
+        """The same arithmetic in operations that TorchScript, torch.export and ONNX can follow."""
+        out = self.f(x2.to(dtype))
+        y1 = x1 + (traceable_round(out) if exact else out)
+        out = self.g(y1.to(dtype))
+        return y1, x2 + (traceable_round(out) if exact else out)
 
 
 class ReversibleSequence(nn.ModuleList):
@@ -90,9 +106,26 @@ class ReversibleSequence(nn.ModuleList):
         part.reversible = self.reversible
         return part.train(self.training)
 
-    @torch.compiler.disable  # the replay must repeat the forward's own kernels, bit for bit
     def forward(self, streams: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """(x1, x2) -> (y1, y2), all of one shape and floating dtype. Raises ValueError when they differ."""
+        if torch.jit.is_scripting():
+            return self._plain(streams)
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+            return self._plain(streams)
+        return self._run(streams)
+
+    def _plain(self, streams: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        dtype = streams[0].dtype
+        x1, x2 = streams
+        if self.exact:
+            x1, x2 = traceable_round(x1), traceable_round(x2)
+        for pair in self:
+            x1, x2 = pair.plain(x1, x2, dtype, self.exact)
+        return x1.to(dtype), x2.to(dtype)
+
+    @torch.jit.unused
+    @torch.compiler.disable  # the replay must repeat the forward's own kernels, bit for bit
+    def _run(self, streams: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         x1, x2 = streams
         if x1.shape != x2.shape or x1.dtype != x2.dtype or not x1.is_floating_point():
             raise ValueError(

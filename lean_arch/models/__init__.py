@@ -6,6 +6,10 @@ import fnmatch
 import timm
 from torch import nn
 
+from lean_arch.models import lean_vit
+
+__all__ = ["create_model", "lean_vit", "list_models"]
+
 
 def list_models(filter: str = "*") -> list[str]:
     """Names of the zoo's architectures, all `lean_*`, that match the shell pattern `filter`."""
@@ -18,7 +22,7 @@ def create_model(name: str, **kwargs) -> nn.Module:
     Raises ValueError, with the nearest names, when there is no such architecture.
     """
     if not timm.is_model(name.split(".")[0].split(":")[-1].split("/")[-1]):
-        near = difflib.get_close_matches(name, list_models() + timm.list_models(), n=3, cutoff=0.5)
+        near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
         hint = f"nearest: {', '.join(near)}" if near else f"the zoo has {', '.join(list_models())}"
         raise ValueError(f"arch {name!r} does not exist; {hint}")
     return timm.create_model(name, **kwargs)
