@@ -1,0 +1,125 @@
+"""What a run is made of: one flat dataclass, the same names on the command line and in YAML.
+
+`TrainConfig` holds what the user asked for, and checks all that can be checked without building anything.
+"""
+
+import dataclasses
+import math
+import os
+import pathlib
+from typing import Any
+
+import yaml
+
+PRECISIONS = ("auto", "bf16", "fp16", "fp32")
+POLICIES = ("auto", "none", "all", "sqrt", "selective")
+
+
+class InputError(ValueError):
+    """What the user asked for cannot be done; the message is one sentence that says what would work."""
+
+
+def option(default: Any, text: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
+@dataclasses.dataclass
+class TrainConfig:
+    """The options of `train.py`. `check()` raises InputError on a value that no run could use."""
+
+    arch: str | None = option(None, "a lean_* architecture or any of timm's")
+    data: str = option("digits", "digits, folder:PATH (with train/ and val/) or timm:NAME")
+    data_dir: str = option("data", "where timm:NAME keeps its files")
+    num_classes: int | None = option(None, "classes of the data, where it does not say so itself")
+    img_size: int | None = option(None, "side of the images in pixels; default: digits 32, else the arch's own")
+    batch_size: int = option(64, "images an optimizer step, over all devices")
+    micro_batch_size: int | str = option("auto", "images a forward pass on one device, or auto")
+    precision: str = option("auto", "auto, bf16, fp16 or fp32; auto is bf16 where the device has it")
+    checkpoint: int | str = option("auto", "activation checkpointing: none, all, sqrt, selective or a number of segments")
+    budget: str | None = option(None, "memory the run may use, as 4GiB; picks micro_batch_size and checkpoint")
+    optimizer: str = option("adamw", "any name of timm's optimizer factory")
+    lr: float = option(1e-3, "peak learning rate")
+    min_lr: float = option(1e-5, "learning rate at the last step")
+    weight_decay: float = option(0.05, "of weights; biases and norms go free")
+    warmup: float = option(0.1, "share of the steps in which the learning rate rises to its peak")
+    clip_grad: float = option(1.0, "largest norm of all gradients together; 0: no clipping")
+    label_smoothing: float = option(0.1, "share of the target spread over all classes")
+    drop_rate: float | None = option(None, "dropout of the arch; default: the arch's own")
+    drop_path_rate: float | None = option(None, "stochastic depth of the arch; default: the arch's own")
+    epochs: int = option(30, "passes over the training images")
+    max_steps: int | None = option(None, "optimizer steps, in place of epochs")
+    seed: int = option(0, "of weights, dropout, order and augmentation")
+    workers: int | None = option(None, "processes that load data; default: 0 for digits, else one a core, 8 at most")
+    prefetch: int | None = option(None, "batches each worker holds ready; default: 2")
+    pin_memory: bool | None = option(None, "page-locked batches; default: where there is a GPU")
+    output: str | None = option(None, "folder to write to; default: runs/ARCH")
+    checkpoint_every: int | None = option(None, "steps between checkpoints; default: one epoch")
+    stop_after: int | None = option(None, "end at this step as if interrupted, ready for --resume")
+    resume: bool = option(False, "go on from the last checkpoint in the output folder")
+    compare: list[str] | None = option(None, "train each of these archs in a process of its own and compare them")
+    dry_run: bool = option(False, "say what would be run and what memory it takes, write nothing")
+
+    def check(self) -> None:
+        if self.arch is None and not self.compare:
+            raise InputError("arch is missing; name one, for example --arch lean_vit")
+        if self.arch is not None and self.compare:
+            raise InputError(f"arch {self.arch!r} cannot be given beside --compare, which names its archs itself")
+        if self.compare is not None and len(set(self.compare)) != max(len(self.compare), 2):
+            raise InputError(f"compare {' '.join(self.compare)!r} needs two or more different archs")
+        kind, _, place = self.data.partition(":")
+        if not (self.data == "digits" or (kind in ("folder", "timm") and place)):
+            raise InputError(f"data {self.data!r} is not known; digits, folder:PATH and timm:NAME are")
+        if kind == "folder" and not pathlib.Path(place).is_dir():
+            raise InputError(f"data {self.data!r}: there is no folder {place}; give one that holds train/ and val/")
+        if self.precision not in PRECISIONS:
+            raise InputError(f"precision {self.precision!r} is not one of {', '.join(PRECISIONS)}")
+        if isinstance(self.checkpoint, str) and self.checkpoint not in POLICIES:
+            raise InputError(f"checkpoint {self.checkpoint!r} is not one of {', '.join(POLICIES)} or a number of segments")
+        if isinstance(self.micro_batch_size, str) and self.micro_batch_size != "auto":
+            raise InputError(f"micro_batch_size {self.micro_batch_size!r} is neither a number nor auto")
+        for name in COUNTS:
+            value = getattr(self, name)
+            if isinstance(value, int) and value < 1:
+                raise InputError(f"{name} {value} is too small; 1 is the least")
+        for name in ("seed", "workers", "lr", "min_lr", "weight_decay", "clip_grad"):
+            value = getattr(self, name)
+            if value is not None and not (0 <= value < math.inf):
+                raise InputError(f"{name} {value} is out of range; it is 0 or more")
+        for name in ("warmup", "label_smoothing", "drop_rate", "drop_path_rate"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
+                raise InputError(f"{name} {value} is out of range; it is a share, 0 or more and below 1")
+        if self.min_lr > self.lr:
+            raise InputError(f"min_lr {self.min_lr} is more than lr {self.lr}; give a smaller min_lr or a larger lr")
+        if isinstance(self.micro_batch_size, int) and self.micro_batch_size > self.batch_size:
+            raise InputError(f"micro_batch_size {self.micro_batch_size} is more than batch_size {self.batch_size}")
+        if self.prefetch is not None and not self.loading_workers:
+            raise InputError(f"prefetch {self.prefetch} needs processes that load ahead; give --workers 1 or more")
+
+    @property
+    def loading_workers(self) -> int:
+        """Processes that load data, 0 for loading in the training process itself."""
+        if self.workers is not None:
+            return self.workers
+        return 0 if self.data == "digits" else min(os.cpu_count() or 1, 8)
+
+    def to_yaml(self) -> str:
+        """The recipe, without the options that belong to one invocation only; `--config` reads it back."""
+        return yaml.safe_dump({k: v for k, v in dataclasses.asdict(self).items() if k not in INVOCATION}, sort_keys=False)
+
+    def to_arguments(self) -> list[str]:
+        """The recipe as arguments of the command line, those that differ from the defaults."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
+        return [f"--{name}={value}" for name, value in values.items() if name not in INVOCATION]
+
+
+COUNTS = (
+    "num_classes", "img_size", "batch_size", "micro_batch_size", "checkpoint", "epochs", "max_steps",
+    "prefetch", "checkpoint_every", "stop_after",
+)  # fmt: skip
+INVOCATION = ("output", "stop_after", "resume", "compare", "dry_run")
+# a change in one of these would bend the loss curve of a resumed run
+CURVE = (
+    "arch", "data", "num_classes", "img_size", "batch_size", "precision", "optimizer", "lr", "min_lr", "weight_decay",
+    "warmup", "clip_grad", "label_smoothing", "drop_rate", "drop_path_rate", "epochs", "max_steps", "seed",
+)  # fmt: skip
