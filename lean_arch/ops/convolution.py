@@ -7,7 +7,9 @@ more where its threads reduce in private copies. One backward pass on two cores,
     weight 512x512x3x3 (9.4 MB), input 4x512x2x2:  oneDNN 85 MB, 0.07 s; im2col 10 MB, 0.09 s
 
 PyTorch's own im2col path holds the gradient and the unfolded input, and the latter is smaller than the weight
-exactly where late layers see small maps. The forward pass stays oneDNN's, so results do not change by a bit.
+exactly where late layers see small maps. The forward pass and the gradient of the input stay oneDNN's, to the bit;
+the weight gradient differs by rounding. So does a bias gradient, whose true value is zero before a BatchNorm, and
+then nothing but rounding remains: a convolution with a bias comes here only for 32 MiB of weight or more.
 In bfloat16 oneDNN takes no such scratch (4.9 MB for the second row), so only float32 comes here.
 
 Shapes: x (B, C, H, W), weight (O, C, kh, kw), bias (O,), output (B, O, Ho, Wo).
@@ -17,9 +19,11 @@ import torch
 from torch.nn.modules.utils import _pair
 from torch.overrides import TorchFunctionMode
 
+WORTH_A_BIAS = 2**23  # elements of a weight, 32 MiB
+
 
 class Im2colConv2d(torch.autograd.Function):
-    """torch.conv2d with one group, differentiated by im2col; its gradient can be differentiated again."""
+    """torch.conv2d with one group, weight gradient by im2col; the gradients can be differentiated again."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, stride, padding, dilation):
@@ -30,19 +34,21 @@ class Im2colConv2d(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        arguments = grad_output, x, weight, [weight.shape[0]], *ctx.geometry, False, [0, 0], 1
+        # oneDNN's own: what flows on to earlier layers stays the same to the bit
+        grad_x = torch.ops.aten.convolution_backward(*arguments, [need_x, False, False])[0]
         before = torch.backends.mkldnn.enabled
         torch.backends.mkldnn.enabled = False  # what makes PyTorch take its im2col path
         try:
-            gradients = torch.ops.aten.convolution_backward(
-                grad_output, x, weight, [weight.shape[0]], *ctx.geometry, False, [0, 0], 1, ctx.needs_input_grad[:3]
-            )
+            _, *others = torch.ops.aten.convolution_backward(*arguments, [False, need_weight, need_bias])
         finally:
             torch.backends.mkldnn.enabled = before
-        return *gradients, None, None, None
+        return grad_x, *others, None, None, None
 
 
 class small_map_convolutions(TorchFunctionMode):
-    """Within, float32 CPU convolutions whose weight is larger than their unfolded input differentiate by im2col.
+    """Within, float32 CPU convolutions with a weight larger than their unfolded input get its gradient by im2col.
 
     Every other call is left as it is: other devices and dtypes, autocast, groups, frozen weights, large maps.
     """
@@ -62,6 +68,7 @@ def _conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)
         or not (input.device.type == weight.device.type == "cpu")
         or not (input.dtype == weight.dtype == torch.float32)
         or torch.is_autocast_enabled("cpu")
+        or (bias is not None and weight.numel() < WORTH_A_BIAS)
     )
     if not plain:
         stride, padding, dilation = _pair(stride), _pair(padding), _pair(dilation)

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lean_arch.ops import convolution
 from lean_arch.ops.convolution import Im2colConv2d, small_map_convolutions
 
 GEOMETRIES = [
@@ -14,6 +15,11 @@ GEOMETRIES = [
     {"kernel": 1, "stride": 2, "padding": 0, "dilation": 1},
     {"kernel": 5, "stride": 1, "padding": 0, "dilation": 1},
 ]
+
+
+@pytest.fixture(autouse=True)
+def worth_any_bias(monkeypatch):
+    monkeypatch.setattr(convolution, "WORTH_A_BIAS", 1)
 
 
 def operands(kernel, bias=True, size=5, seed=0):
@@ -43,6 +49,9 @@ def test_gradients_match_float64(geometry, bias, channels_last):
         out = F.conv2d(x, *leaves[1:], **options)
     assert routed(out)
     assert torch.equal(out, F.conv2d(x, *leaves[1:], **options))
+    (grad_x,) = torch.autograd.grad(out.square().sum(), x, retain_graph=True)
+    (plain_x,) = torch.autograd.grad(F.conv2d(x, *leaves[1:], **options).square().sum(), x)
+    assert torch.equal(grad_x, plain_x)
     wide = [None if leaf is None else leaf.detach().double().requires_grad_() for leaf in leaves]
     want_out = F.conv2d(*wide, **options)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
@@ -92,6 +101,14 @@ def test_other_convolutions_are_left_alone(call):
     x, weight, _ = operands(3)
     with small_map_convolutions():
         assert not routed(call(x, weight))
+
+
+def test_a_small_weight_with_a_bias_is_left_alone(monkeypatch):
+    x, weight, bias = operands(3)
+    monkeypatch.setattr(convolution, "WORTH_A_BIAS", weight.numel() + 1)
+    with small_map_convolutions():
+        assert not routed(F.conv2d(x, weight, bias))
+        assert routed(F.conv2d(x, weight))
 
 
 def test_autocast_is_left_to_pytorch():
