@@ -233,35 +233,29 @@ class _HalfStep(torch.autograd.Function):
         needs_b = ctx.needs_input_grad[3]
         a = torch.empty_like(y) if run.borrowed else y
         grad_in = torch.empty_like(b) if needs_b else None
-        grads = [None] * len(params)
-        chunked = [b, y, a, grad_b, grad_y, grad_in if needs_b else b]
-        parts = list(zip(*(t.chunk(run.chunks) for t in chunked)))
+        # The replay runs on stand-ins of the parameters: hooks of the real ones see only the finished gradient.
+        names = [name for name, p in f.named_parameters() if p.requires_grad]
+        stand_ins = {name: p.detach().requires_grad_() for name, p in zip(names, params, strict=True)}
+        parts = list(zip(*(t.chunk(run.chunks) for t in (b, y, a, grad_b, grad_y, grad_in if needs_b else b))))
         try:
             # Last part first: the order in which autograd would add up the parts' gradients.
             for replay, (part_b, part_y, part_a, part_gb, part_gy, part_gi) in zip(ctx.replays[::-1], parts[::-1]):
                 x = part_b.detach().to(run.dtype).requires_grad_(needs_b)
                 with replay.again(), run.autocast(), frozen_statistics(f), torch.enable_grad():
-                    out = f(x)
+                    out = torch.func.functional_call(f, stand_ins, (x,))
                 torch.sub(part_y, run.rounded(out.detach(), y.dtype), out=part_a)
-                if not out.requires_grad:
-                    if needs_b:
-                        part_gi.copy_(part_gb)
-                    continue
-                inputs = [x, *params] if needs_b else list(params)
-                _refuse_other_leaves(f, out, inputs)
-                got = list(torch.autograd.grad(out, inputs, part_gy.to(out.dtype), allow_unused=True))
-                del out
+                if out.requires_grad:
+                    inputs = [x, *stand_ins.values()] if needs_b else list(stand_ins.values())
+                    _refuse_other_leaves(f, out, inputs)
+                    torch.autograd.backward(out, part_gy.to(out.dtype), inputs=inputs)
                 if needs_b:
-                    grad_x = got.pop(0)
-                    torch.add(part_gb, 0 if grad_x is None else grad_x, out=part_gi)
-                for i, grad in enumerate(got):
-                    grads[i] = grad if grads[i] is None else grads[i] if grad is None else grads[i].add_(grad)
-                del got
+                    torch.add(part_gb, 0 if x.grad is None else x.grad, out=part_gi)
+                del out, x
         finally:
             torch.clear_autocast_cache()
         run.borrowed = max(run.borrowed - 1, 0)
         run.streams = (a, b) if any(ctx.needs_input_grad[2:4]) else None
-        return None, None, grad_y, grad_in, *grads
+        return None, None, grad_y, grad_in, *(p.grad for p in stand_ins.values())
 
 
 class _KeepStreams(torch.autograd.Function):

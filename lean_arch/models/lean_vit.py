@@ -16,6 +16,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lean_arch.blocks import ReversiblePair, ReversibleSequence
 
@@ -70,7 +71,18 @@ class LeanVisionTransformer(VisionTransformer):
 
     def _embed(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, N, D)"""
-        return self.norm_pre(self.patch_drop(self._pos_embed(self.patch_embed(x))))
+        if torch.jit.is_scripting():
+            x = self.patch_embed(x)
+        else:
+            x = self._patches(x)
+        return self.norm_pre(self.patch_drop(self._pos_embed(x)))
+
+    @torch.jit.unused
+    def _patches(self, x: Tensor) -> Tensor:
+        # Autocast's 16-bit copy of the images would be kept for the weight gradient; casting again costs nothing.
+        if self.blocks.reversible and torch.is_grad_enabled() and torch._C._is_any_autocast_enabled():
+            return checkpoint(self.patch_embed, x, use_reentrant=False)
+        return self.patch_embed(x)
 
     def forward_features(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, N, D)"""
