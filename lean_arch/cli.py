@@ -44,8 +44,11 @@ def main(arguments: list[str] | None = None) -> int:
 def list_zoo(arguments: list[str]) -> int:
     pattern = arguments[0] if arguments else "*"
     names = lean_arch.list_models(pattern)
-    print("\n".join(names) if names else f"no architecture matches {pattern!r}; {len(lean_arch.list_models())} are there")
-    return 0 if names else 2
+    if not names:
+        print(f"pattern {pattern!r} matches none of the zoo; lean_* matches all of it", file=sys.stderr)
+        return 2
+    print("\n".join(names))
+    return 0
 
 
 def train(arguments: list[str]) -> int:
@@ -80,7 +83,7 @@ def plan(arguments: list[str]) -> int:
 def show_plan(config: TrainConfig) -> int:
     console, recipe = Console(), prepare(config)
     report.say_recipe(console, recipe, None)
-    plain = recipe.predict(lean=False) if recipe.has_lean_parts else None
+    plain = recipe.predict_plain() if recipe.has_lean_parts else None
     console.print(report.cost_table(None, recipe.predicted, plain))
     return 0
 
@@ -90,8 +93,9 @@ def parse(arguments: list[str]) -> TrainConfig:
     parser = jsonargparse.ArgumentParser(prog="train.py", exit_on_error=False, description=TrainConfig.__doc__)
     parser.add_argument("--config", action=jsonargparse.ActionConfigFile, help="a YAML file of these options")
     for field in dataclasses.fields(TrainConfig):
-        flag = {"action": "store_true"} if HINTS[field.name] is bool else {"type": HINTS[field.name], "default": field.default}
-        parser.add_argument(f"--{field.name}", help=field.metadata["help"], **flag)
+        hint = HINTS[field.name]
+        kind = {"action": "store_true"} if hint is bool else {"type": hint, "default": field.default}
+        parser.add_argument(f"--{field.name}", help=field.metadata["help"], **kind)
     try:
         values = parser.parse_args(normal_form(arguments)).as_dict()
     except jsonargparse.ArgumentError as error:
@@ -126,8 +130,8 @@ def one_sentence(message: str) -> str:
     unknown = re.search(r"Option '([\w.]+)' is not accepted|unrecognized arguments: (\S+)", message)
     if unknown:
         name = (unknown[1] or unknown[2]).lstrip("-")
-        near = difflib.get_close_matches(name, HINTS, n=3)
-        return f"option {name!r} does not exist; " + (f"nearest: {', '.join(near)}" if near else "--help lists those that do")
+        near = ", ".join(difflib.get_close_matches(name, HINTS, n=3))
+        return f"option {name!r} does not exist; {f'nearest: {near}' if near else '--help lists those that do'}"
     return f"{' '.join(message.split())}; --help lists what works"
 
 

@@ -18,6 +18,8 @@ from lean_arch.training.config import InputError, TrainConfig
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "other")
 FIGURES = ("params", "peak_bytes", *CATEGORIES, "samples_per_s", "val_accuracy")
 CHANGES = ("peak_change", "speed_change", "accuracy_change")
+SPOKEN = ("peak change", "speed change", "accuracy change")
+HEADINGS = ("arch", "parameters", "peak", *CATEGORIES, "samples/s", "val accuracy", *SPOKEN)
 
 
 def compare(config: TrainConfig) -> list[dict]:
@@ -82,11 +84,8 @@ def as_text(row: dict) -> list[str]:
     ]
 
 
-HEADINGS = ("arch", "parameters", "peak", *CATEGORIES, "samples/s", "val accuracy", *(c.replace("_", " ") for c in CHANGES))
-
-
 def table(rows: list[dict]) -> Table:
-    """A block a row, for a terminal of any width: figures down, archs across."""
+    """Figures down, archs across: that fits a terminal."""
     columns = [as_text(row) for row in rows]
     result = Table("", title="What each costs (changes against the first)")
     for column in columns:
@@ -118,7 +117,8 @@ def as_png(rows: list[dict]) -> bytes:
 
     rows = [row for row in rows if row["ended"] == 0]
     names = [row["arch"] for row in rows]
-    figure, (memory, speed) = pyplot.subplots(1, 2, figsize=(11, 1.5 + 0.5 * len(rows)), sharey=True, layout="constrained")
+    size = 11, 1.5 + 0.5 * len(rows)
+    figure, (memory, speed) = pyplot.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
     left = [0.0] * len(rows)
     for category in CATEGORIES:
         sizes = [row[category] / 2**20 for row in rows]

@@ -32,10 +32,12 @@ class TrainConfig:
     data_dir: str = option("data", "where timm:NAME keeps its files")
     num_classes: int | None = option(None, "classes of the data, where it does not say so itself")
     img_size: int | None = option(None, "side of the images in pixels; default: digits 32, else the arch's own")
-    batch_size: int = option(64, "images an optimizer step, over all devices")
+    batch_size: int = option(32, "images an optimizer step, over all devices")
     micro_batch_size: int | str = option("auto", "images a forward pass on one device, or auto")
     precision: str = option("auto", "auto, bf16, fp16 or fp32; auto is bf16 where the device has it")
-    checkpoint: int | str = option("auto", "activation checkpointing: none, all, sqrt, selective or a number of segments")
+    checkpoint: int | str = option(
+        "auto", "activations to recompute: none, all, sqrt, selective or a number of segments"
+    )
     budget: str | None = option(None, "memory the run may use, as 4GiB; picks micro_batch_size and checkpoint")
     optimizer: str = option("adamw", "any name of timm's optimizer factory")
     lr: float = option(1e-3, "peak learning rate")
@@ -46,7 +48,7 @@ class TrainConfig:
     label_smoothing: float = option(0.1, "share of the target spread over all classes")
     drop_rate: float | None = option(None, "dropout of the arch; default: the arch's own")
     drop_path_rate: float | None = option(None, "stochastic depth of the arch; default: the arch's own")
-    epochs: int = option(30, "passes over the training images")
+    epochs: int = option(12, "passes over the training images")
     max_steps: int | None = option(None, "optimizer steps, in place of epochs")
     seed: int = option(0, "of weights, dropout, order and augmentation")
     workers: int | None = option(None, "processes that load data; default: 0 for digits, else one a core, 8 at most")
@@ -56,7 +58,7 @@ class TrainConfig:
     checkpoint_every: int | None = option(None, "steps between checkpoints; default: one epoch")
     stop_after: int | None = option(None, "end at this step as if interrupted, ready for --resume")
     resume: bool = option(False, "go on from the last checkpoint in the output folder")
-    compare: list[str] | None = option(None, "train each of these archs in a process of its own and compare them")
+    compare: list[str] | None = option(None, "archs to train, each in a process of its own")  # noqa: RUF009
     dry_run: bool = option(False, "say what would be run and what memory it takes, write nothing")
 
     def check(self) -> None:
@@ -74,7 +76,7 @@ class TrainConfig:
         if self.precision not in PRECISIONS:
             raise InputError(f"precision {self.precision!r} is not one of {', '.join(PRECISIONS)}")
         if isinstance(self.checkpoint, str) and self.checkpoint not in POLICIES:
-            raise InputError(f"checkpoint {self.checkpoint!r} is not one of {', '.join(POLICIES)} or a number of segments")
+            raise InputError(f"checkpoint {self.checkpoint!r} is not one of {', '.join(POLICIES)} or a number")
         if isinstance(self.micro_batch_size, str) and self.micro_batch_size != "auto":
             raise InputError(f"micro_batch_size {self.micro_batch_size!r} is neither a number nor auto")
         for name in COUNTS:
@@ -105,7 +107,8 @@ class TrainConfig:
 
     def to_yaml(self) -> str:
         """The recipe, without the options that belong to one invocation only; `--config` reads it back."""
-        return yaml.safe_dump({k: v for k, v in dataclasses.asdict(self).items() if k not in INVOCATION}, sort_keys=False)
+        recipe = {name: value for name, value in dataclasses.asdict(self).items() if name not in INVOCATION}
+        return yaml.safe_dump(recipe, sort_keys=False)
 
     def to_arguments(self) -> list[str]:
         """The recipe as arguments of the command line, those that differ from the defaults."""

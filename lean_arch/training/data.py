@@ -71,12 +71,11 @@ class Digits(Dataset):
         return (images - DIGITS_MEAN) / DIGITS_STD, self.labels[indices]
 
     def _distortion(self, epoch: int, index: int) -> torch.Tensor:
-        turn, scale_x, scale_y, shear, x, y = np.random.default_rng([self.seed, epoch, index]).uniform(-1, 1, 6)
+        turn, wide, high, shear, x, y = np.random.default_rng([self.seed, epoch, index]).uniform(-1, 1, 6)
         sin, cos = math.sin(0.25 * turn), math.cos(0.25 * turn)
-        scale_x, scale_y, shear = 1 + 0.15 * scale_x, 1 + 0.15 * scale_y, 0.2 * shear
-        return torch.tensor(
-            [[cos * scale_x, (shear * cos - sin) * scale_y, 0.15 * x], [sin * scale_x, (shear * sin + cos) * scale_y, 0.15 * y]]
-        )
+        wide, high, shear = 1 + 0.15 * wide, 1 + 0.15 * high, 0.2 * shear
+        rows = [cos * wide, (shear * cos - sin) * high, 0.15 * x], [sin * wide, (shear * sin + cos) * high, 0.15 * y]
+        return torch.tensor(rows, dtype=torch.float32)
 
 
 class Images(Dataset):
@@ -119,7 +118,8 @@ def open_data(config: TrainConfig) -> Data:
         return Data(Digits(size, True, config.seed), Digits(size, False, config.seed), 10, 1, size)
     train, val = open_folder(place) if kind == "folder" else open_timm(place, config.data_dir)
     pretrained = timm.get_pretrained_cfg(config.arch)
-    recipe = resolve_data_config({"img_size": config.img_size}, pretrained_cfg=pretrained.to_dict() if pretrained else {})
+    pretrained = pretrained.to_dict() if pretrained else {}
+    recipe = resolve_data_config({"img_size": config.img_size}, pretrained_cfg=pretrained)
     looks = {key: recipe[key] for key in ("input_size", "interpolation", "mean", "std")}
     return Data(
         Images(train, create_transform(**looks, is_training=True), config.seed),
@@ -135,7 +135,9 @@ def open_folder(place: str) -> tuple[Dataset, Dataset]:
     root = pathlib.Path(place)
     val = next((root / name for name in VALIDATION_NAMES if (root / name).is_dir()), None)
     if not (root / "train").is_dir() or val is None:
-        raise InputError(f"data 'folder:{place}' needs the folders {root / 'train'} and {root / 'val'}, a folder a class in each")
+        raise InputError(
+            f"data 'folder:{place}' needs {root / 'train'} and {root / 'val'}, with a folder a class in each"
+        )
     classes = sorted(child.name for child in (root / "train").iterdir() if child.is_dir())
     strangers = sorted({child.name for child in val.iterdir() if child.is_dir()} - set(classes))
     if not classes or strangers:
@@ -158,7 +160,8 @@ def open_timm(name: str, root: str) -> tuple[Dataset, Dataset]:
         except ValueError:  # Hugging Face names its splits as it likes
             val = create_dataset(name, root=root, split="test", download=True)
     except Exception as error:  # whatever the reader of that dataset raises
-        raise InputError(f"data 'timm:{name}' cannot be opened: {one_line(error)}; a name as torch/cifar10 works") from error
+        said = one_line(error)
+        raise InputError(f"data 'timm:{name}' cannot be opened: {said}; a name as torch/cifar10 works") from error
     if not hasattr(train, "__getitem__"):
         raise InputError(f"data 'timm:{name}' is a stream, which cannot be resumed; a dataset with random access works")
     return train, val

@@ -49,7 +49,8 @@ def choose_folder(config: TrainConfig) -> tuple[pathlib.Path, list[pathlib.Path]
     default = pathlib.Path("runs") / str(config.arch)
     if not config.resume:
         return state.free_folder(config.output, default, "config.yaml"), []
-    folder = pathlib.Path(config.output) if config.output else [default, *state.taken_folders(default, "config.yaml")][-1]
+    taken = [default, *state.taken_folders(default, "config.yaml")]
+    folder = pathlib.Path(config.output) if config.output else taken[-1]
     return folder, state.checkpoints(folder)
 
 
@@ -80,7 +81,9 @@ class Run:
         for name in CURVE:
             then, now = facts["config"][name], getattr(self.config, name)
             if then != now:
-                raise InputError(f"{name} {now} differs from the {then} of the run in {self.folder}, which --resume goes on with; give {then}")
+                raise InputError(
+                    f"{name} {now} cannot go on with the run in {self.folder}, which has {then}; give {then}"
+                )
         state.load_checkpoint(checkpoint, facts, self.raw_model, self.optimizer, self.accelerator)
         self.step = self.first = facts["step"]
         self.console.print(f"going on after step {self.step} of {self.total}")
@@ -94,7 +97,7 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             state.write_whole(self.folder / "config.yaml", self.config.to_yaml())
         model, optimizer = self.accelerator.prepare(self.raw_model, self.optimizer)
-        step = self.recipe.step(model, optimizer, self.accelerator)
+        step = self.recipe.step(model, optimizer, self.accelerator, self.recipe.micro_batch_size)
         epoch = self.recipe.steps_per_epoch
         with state.Metrics(self.folder / "metrics.csv", self.step, main) as metrics, report.Progress(self) as progress:
             before = time.perf_counter()
@@ -144,7 +147,8 @@ class Run:
         loss = self.accelerator.reduce(losses[0], "sum").item()
         self.step += 1
         if not math.isfinite(loss):
-            raise InputError(f"lr {self.config.lr} drove the loss to {loss} at step {self.step}; a smaller lr would work")
+            lr = self.config.lr
+            raise InputError(f"lr {lr} drove the loss to {loss} at step {self.step}; a smaller one would work")
         return loss, lr
 
     @property
@@ -188,7 +192,7 @@ class Run:
             state.write_tensors(self.folder / "model.safetensors", self.raw_model.state_dict())
             state.write_json(self.folder / "summary.json", summary)
         self.save()  # last, so that a checkpoint of the last step means that the run is complete
-        plain = self.recipe.predict(lean=False) if self.recipe.has_lean_parts else None
+        plain = self.recipe.predict_plain() if self.recipe.has_lean_parts else None
         self.console.print(report.cost_table(summary["memory"], self.recipe.predicted, plain))
         self.console.print(f"validation accuracy {self.val['val_accuracy']:.2%}, written to {self.folder}")
         return summary

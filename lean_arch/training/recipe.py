@@ -13,8 +13,9 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import AutocastKwargs
 from torch import nn
 
-from lean_arch.memory import apply_checkpointing, parse_bytes, plan
-from lean_arch.memory.trace import Forecast, fake_copy, forecast
+from lean_arch.memory import apply_checkpointing, parse_bytes
+from lean_arch.memory.plan import Plan, plan
+from lean_arch.memory.trace import Forecast
 from lean_arch.training.config import InputError, TrainConfig
 from lean_arch.training.data import Data, one_line, open_data
 from lean_arch.training.optim import make_optimizer
@@ -32,9 +33,9 @@ class Recipe:
     model: nn.Module
     accelerator: Accelerator
     precision: str
-    micro_batch_size: int
-    checkpoint: str | int
-    predicted: Forecast
+    micro_batch_size: int | None = None
+    checkpoint: str | int | None = None
+    predicted: Forecast | None = None
 
     @property
     def share(self) -> int:
@@ -57,30 +58,21 @@ class Recipe:
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def step(self, model: nn.Module, optimizer, engine) -> Step:
+    def step(self, model: nn.Module, optimizer, engine, micro_batch_size: int) -> Step:
         return Step(
             model,
             optimizer,
             engine,
             batch_size=self.config.batch_size,
-            micro_batch_size=self.micro_batch_size,
+            micro_batch_size=micro_batch_size,
             clip_grad=self.config.clip_grad,
             label_smoothing=self.config.label_smoothing,
         )
 
-    def predict(self, lean: bool = True) -> Forecast:
-        """The memory of one step in the steady state; `lean=False`: activations stored, nothing recomputed."""
-
-        def build():
-            model = fake_copy(self.model).train()
-            if not lean:
-                without_lean_parts(model)
-            optimizer = make_optimizer(self.config, model)
-            images, labels = map(fake_copy, sample_batch(self.data, self.share))
-            step = self.step(model, optimizer, Rehearsal(self.precision))
-            return functools.partial(step, images, labels), model, optimizer, images, labels
-
-        return forecast(build)
+    def predict_plain(self) -> Forecast:
+        """The memory of a step of the same arch without its lean parts: all stored, nothing recomputed."""
+        held = {"micro_batch_size": self.micro_batch_size, "checkpoint": "none"}
+        return planned(self, reversible=False, **held).best.predicted
 
     @property
     def has_lean_parts(self) -> bool:
@@ -121,21 +113,18 @@ def prepare(config: TrainConfig) -> Recipe:
         kwargs_handlers=[AutocastKwargs(cache_enabled=False)],
     )
     data = open_data(config)
-    if config.batch_size > len(data.train):
-        raise InputError(f"batch_size {config.batch_size} is more than the {len(data.train)} training images of {config.data}")
-    if config.batch_size < accelerator.num_processes:
-        raise InputError(f"batch_size {config.batch_size} leaves some of the {accelerator.num_processes} processes without images")
+    least, most = accelerator.num_processes, len(data.train)
+    if not least <= config.batch_size <= most:
+        raise InputError(
+            f"batch_size {config.batch_size} does not suit {most} training images and {least} processes; "
+            f"{least} to {most} would work"
+        )
     model = build_model(config, data)
-    recipe = Recipe(config, data, model, accelerator, precision, 0, "none", None)
-    recipe.micro_batch_size, recipe.checkpoint = choose_recipe(recipe, budget)
-    try:
-        apply_checkpointing(model, recipe.checkpoint)
-    except ValueError as error:
-        raise InputError(one_line(error)) from error
-    try:
-        recipe.predicted = recipe.predict()
-    except AssertionError as error:  # how timm's models refuse a shape
-        raise InputError(f"img_size {data.img_size} does not suit arch {config.arch}: {one_line(error)}") from error
+    recipe = Recipe(config, data, model, accelerator, precision)
+    best = choose(recipe, budget)
+    recipe.micro_batch_size, recipe.checkpoint = best.micro_batch_size, best.checkpoint
+    recipe.predicted = best.predicted
+    apply_checkpointing(model, recipe.checkpoint)
     return recipe
 
 
@@ -154,30 +143,37 @@ def choose_precision(wanted: str, device: torch.device) -> str:
     return fast if wanted == "auto" else wanted
 
 
-def choose_recipe(recipe: Recipe, budget: int | None) -> tuple[int, str | int]:
-    """(micro_batch_size, checkpoint): as given, and where they are "auto" by the planner if there is a budget."""
+def choose(recipe: Recipe, budget: int | None):
+    """The planner's recipe: micro_batch_size and checkpoint as given, or its choice if there is a budget to keep."""
     config = recipe.config
     micro, policy = config.micro_batch_size, config.checkpoint
-    if budget is None:
-        return recipe.share if micro == "auto" else min(micro, recipe.share), "none" if policy == "auto" else policy
-    held = {"batch_size": recipe.share, "precision": recipe.precision, "optimizer": config.optimizer}
-    held |= {"micro_batch_size": micro} if micro != "auto" else {}
-    held |= {"checkpoint": policy} if policy != "auto" else {}
-    sample = sample_batch(recipe.data, recipe.share)
-    device = recipe.accelerator.device.type
+    held = {}
+    if micro != "auto" or budget is None:
+        held["micro_batch_size"] = recipe.share if micro == "auto" else min(micro, recipe.share)
+    if policy != "auto" or budget is None:
+        held["checkpoint"] = "none" if policy == "auto" else policy
     try:
-        best = plan(recipe.model, sample, budget=budget, device=device, clip_grad=config.clip_grad, **held).best
-    except ValueError as error:
-        raise InputError(one_line(error)) from error
-    return best.micro_batch_size, best.checkpoint
+        return planned(recipe, budget=budget, **held).best
+    except ValueError as error:  # the budget is too small, or the arch has fewer blocks than segments
+        raise InputError(one_line(error).replace("policy=", "checkpoint ")) from error
+    except (AssertionError, RuntimeError) as error:  # how models refuse a shape
+        if "size" not in str(error).lower():
+            raise
+        size, arch = recipe.data.img_size, config.arch
+        raise InputError(f"img_size {size} does not suit arch {arch}: {one_line(error)}; try another") from error
 
 
-def sample_batch(data: Data, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch of the right shapes, without content."""
-    return torch.empty(size, data.in_chans, data.img_size, data.img_size), torch.empty(size, dtype=torch.int64)
+def planned(recipe: Recipe, reversible: bool = True, **held) -> Plan:
+    """Runs the loop's own step on fake CPU tensors."""
+    data = recipe.data
 
+    def make_step(model, images, labels, candidate):
+        if not reversible and hasattr(model, "set_reversible"):
+            model.set_reversible(False)
+        optimizer = make_optimizer(recipe.config, model)
+        step = recipe.step(model, optimizer, Rehearsal(recipe.precision), candidate.micro_batch_size)
+        return functools.partial(step, images, labels), model, optimizer
 
-def without_lean_parts(model: nn.Module) -> None:
-    apply_checkpointing(model, "none")
-    if hasattr(model, "set_reversible"):
-        model.set_reversible(False)
+    images = torch.empty(recipe.share, data.in_chans, data.img_size, data.img_size)
+    labels = torch.empty(recipe.share, dtype=torch.int64)
+    return plan(recipe.model, (images, labels), make_step=make_step, precision=recipe.precision, **held)

@@ -76,7 +76,7 @@ def free_folder(output: str | None, default: pathlib.Path, mark: str) -> pathlib
     if folder.exists() and not folder.is_dir():
         raise InputError(f"output {output!r} is a file; name a folder")
     if (folder / mark).exists():
-        raise InputError(f"output {output!r} already holds a run; --resume goes on with one, another --output leaves it alone")
+        raise InputError(f"output {output!r} already holds a run; --resume goes on with it, or name another folder")
     return folder
 
 
@@ -141,7 +141,9 @@ def read_facts(checkpoint: pathlib.Path) -> dict:
     try:
         return read_json(checkpoint / "state.json")
     except (OSError, ValueError) as error:
-        raise InputError(f"resume cannot read {checkpoint}; delete that folder to resume from the one before") from error
+        raise InputError(
+            f"resume cannot read {checkpoint}; without that folder it goes on from the one before"
+        ) from error
 
 
 def load_checkpoint(

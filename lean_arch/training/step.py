@@ -79,7 +79,8 @@ def build_model(config: TrainConfig, data: Data) -> nn.Module:
         refused = next((name for name in options if name in str(error)), None)
         if refused is None:
             raise
-        raise InputError(f"{refused} {options[refused]} is not something that arch {config.arch} takes; leave it out") from error
+        value = options[refused]
+        raise InputError(f"{refused} {value} is not something that arch {config.arch} takes; leave it out") from error
     except (ValueError, AssertionError) as error:
         raise InputError(one_line(error)) from error
     check_size(config.arch, model, data)
