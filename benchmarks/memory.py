@@ -1,0 +1,108 @@
+"""What does a training step of an architecture hold, beside its textbook twin from timm?
+
+    python -m benchmarks.memory --arch 'lean_vit_*' --batch_size 8 --precision bf16
+
+Bytes: the most that a forward and backward hold above weights, gradients and batch, which exist before; from the
+allocator's own events. Seconds: medians of rounds in which the variants take turns.
+"""
+
+import argparse
+import statistics
+import time
+
+import timm
+import torch
+
+import lean_arch
+from benchmarks.table import write_rows
+from lean_arch.memory import measure
+
+TWINS = {  # of the same sizes in timm
+    "lean_vit_tiny": "vit_tiny_patch16_224",
+    "lean_vit_small": "vit_small_patch16_224",
+    "lean_vit_base": "vit_base_patch16_224",
+    "lean_vit_large": "vit_large_patch16_224",
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def make_step(model, images, labels, precision):
+    def step():
+        with torch.autocast(images.device.type, DTYPES[precision], enabled=precision != "fp32"):
+            logits = model(images)
+        torch.nn.functional.cross_entropy(logits.float(), labels).backward()
+        if images.is_cuda:
+            torch.cuda.synchronize()
+
+    return step
+
+
+def variants(arch, **options):
+    """name -> model in training mode."""
+    twin = TWINS[arch]
+    plain, checkpointed = timm.create_model(twin, **options), timm.create_model(twin, **options)
+    checkpointed.set_grad_checkpointing()
+    lean, stored = lean_arch.create_model(arch, **options), lean_arch.create_model(arch, **options)
+    stored.set_reversible(False)
+    models = {twin: plain, f"{twin} checkpointed": checkpointed, arch: lean, f"{arch} stored": stored}
+    return {name: model.train() for name, model in models.items()}
+
+
+def compare(arch, batch_size, img_size, precision, rounds, device):
+    """One row a variant; ratios are to the first, timm's plain twin."""
+    models = variants(arch, num_classes=100, img_size=img_size)
+    images = torch.randn(batch_size, 3, img_size, img_size, device=device)
+    labels = torch.randint(100, (batch_size,), device=device)
+    steps, held_bytes, seconds = {}, {}, {name: [] for name in models}
+    for name, model in models.items():
+        steps[name] = make_step(model.to(device), images, labels, precision)
+        steps[name]()  # gradients exist from here on
+        report = measure(steps[name], model, images, labels)
+        held = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), images, labels))
+        held_bytes[name] = report.peak_bytes - held - sum(p.grad.nbytes for p in model.parameters())
+    for _ in range(rounds):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - start)
+    first = next(iter(models))
+    for name in models:
+        times = [mine / theirs for mine, theirs in zip(seconds[name], seconds[first])]
+        yield {
+            "arch": arch,
+            "variant": name,
+            "batch_size": batch_size,
+            "img_size": img_size,
+            "precision": precision,
+            "step_bytes": held_bytes[name],
+            "bytes_ratio": round(held_bytes[first] / held_bytes[name], 2),
+            "seconds": round(statistics.median(seconds[name]), 3),
+            "time_ratio": round(statistics.median(times), 2),
+        }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", default="lean_vit_*", help="shell pattern")
+    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--img_size", type=int, default=224)
+    parser.add_argument("--precision", choices=DTYPES, nargs="+", default=["bf16"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--csv", help="default: a name made of machine, torch and date, under benchmarks/results/")
+    args = parser.parse_args()
+    rows = []
+    for arch in lean_arch.list_models(args.arch):
+        if arch not in TWINS:
+            continue
+        for precision in args.precision:
+            rows += compare(arch, args.batch_size, args.img_size, precision, args.rounds, args.device)
+            for row in rows[-4:]:
+                print(row)
+    if not rows:
+        parser.error(f"arch {args.arch!r} matches none of {', '.join(TWINS)}")
+    write_rows("memory", rows, args.csv)
+
+
+if __name__ == "__main__":
+    main()
