@@ -49,7 +49,8 @@ def depth(rows):
         for r in rows
     ]
     first = rows[0]
-    note = f"lean_vit_tiny with dropout, {first['precision']}, batch of {first['batch_size']}, {first['img_size']} pixels."
+    shape = f"batch of {first['batch_size']}, {first['img_size']} pixels"
+    note = f"lean_vit_tiny with dropout, {first['precision']}, {shape}."
     return table(header, body) + f"\n\n{note}"
 
 

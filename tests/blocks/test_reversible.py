@@ -179,7 +179,9 @@ def test_autograd_grad_reaches_parameters_without_touching_grad():
     loss = y1.square().mean() + (y2 * torch.linspace(-1, 1, 8)).sum()
     grads = torch.autograd.grad(loss, params, retain_graph=True)
     assert all(p.grad is None for p in params)
-    assert_same_bits({f"grad of {n}": g for n, g in zip(names, grads)}, {f"grad of {n}": want[f"grad of {n}"] for n in names})
+    assert_same_bits(
+        {f"grad of {n}": g for n, g in zip(names, grads)}, {f"grad of {n}": want[f"grad of {n}"] for n in names}
+    )
     again = torch.autograd.grad(loss, params)  # a retained graph runs twice
     assert all(torch.equal(a, b) for a, b in zip(grads, again))
 
