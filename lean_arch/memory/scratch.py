@@ -44,7 +44,7 @@ def _layer_norm(x, shape, weight, bias, eps, *, out) -> int:
 
 def _layer_norm_backward(grad, x, shape, mean, rstd, weight, bias, mask, *, out) -> int:
     """Each thread sums the gradients of weight and bias on its own."""
-    sums = 2 * torch.get_num_threads() * x[(0,) * (x.dim() - len(shape))].numel() * mean.element_size()
+    sums = 2 * torch.get_num_threads() * x[(0,) * (x.dim() - len(shape))].numel() * x.element_size()
     return _copied(grad, x) + (sums if weight is not None else 0)
 
 
@@ -54,6 +54,11 @@ def _batch_norm(x, *args, out, **kwargs) -> int:
 
 def _batch_norm_backward(grad, x, *args, out, **kwargs) -> int:
     return x.numel() * x.element_size()
+
+
+def _mean(x, *args, out, **kwargs) -> int:
+    """16-bit inputs are summed in float32, from a copy."""
+    return 4 * (x.numel() + out.numel()) if x.element_size() < 4 else 0
 
 
 def _roll(x, shifts, dims=(), *, out) -> int:
@@ -88,6 +93,7 @@ RULES: dict[object, Callable[..., int]] = {
     aten.native_layer_norm_backward: _layer_norm_backward,
     aten.native_batch_norm: _batch_norm,
     aten.native_batch_norm_backward: _batch_norm_backward,
+    aten.mean: _mean,
     aten.roll: _roll,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,

@@ -32,18 +32,30 @@ def forecast(build: Callable[[], tuple]) -> Forecast:
     """What `measure(fn, *held)` would report for the second call of a step, without running it.
 
     `build()` is called under fake tensors and returns `(fn, *held)`: the step, then the modules, optimizers and
-    tensors that it uses. Bring existing ones in with `fake_copy`; tensors made inside are fake already. `fn` runs
-    twice, because the first step of an optimizer makes its state. A Python number read from a fake tensor is 1.
+    tensors that it uses. Bring existing ones in with `fake_copy`; tensors made inside are fake already. The state of
+    the optimizers is there when `fn` runs, once. A Python number read from a fake tensor is 1.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         fn, *held = build()
         holdings = Holdings.of(held)
-        with Trace(holdings):
-            fn()
+        with Trace(holdings):  # keeps the counters of the state real, as in the step itself
+            _prime(holdings)
         trace = Trace(holdings)
         with trace:
             fn()
     return trace.forecast()
+
+
+def _prime(holdings: Holdings) -> None:
+    """Lets each optimizer make its state, by a step on empty gradients."""
+    for optimizer in holdings.optimizers:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        before = [p.grad for p in parameters]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        optimizer.step()
+        for parameter, gradient in zip(parameters, before):
+            parameter.grad = gradient
 
 
 def fake_copy(thing):
@@ -103,7 +115,7 @@ class Trace(TorchDispatchMode):
         if fake and func is torch.ops.aten._local_scalar_dense.default:
             return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
         out = None if inputs and not fake else func(*args, **kwargs)
-        if not fake and (inputs or isinstance(out, torch.Tensor) and out.numel() <= 1):
+        if not fake and (inputs or (isinstance(out, torch.Tensor) and out.numel() <= 1)):
             # random states and counters (an optimizer's steps, a scaler's verdict) keep their values
             with _disable_current_modes():
                 out = func(*args, **kwargs)
