@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lean_arch.memory import apply_checkpointing
+from tests.ruler import peak_bytes
 
 POLICIES = ["all", "sqrt", "selective", 2]
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "num_heads": 3, "depth": 4}
@@ -97,7 +98,7 @@ def test_gradients_buffers_and_random_numbers_are_those_of_the_plain_model(name,
 
 
 @pytest.mark.parametrize("name", ["vit", "resnet"])
-def test_memory_falls(name, peak_bytes):
+def test_memory_falls(name):
     plain, lean = pair(name)
     x = images(name).repeat(2, 1, 1, 1)
     peaks = {p: peak_bytes(lambda p=p: step(apply_checkpointing(lean, p), x)) for p in ("all", "selective")}

@@ -7,6 +7,7 @@ from torch import nn
 
 from lean_arch.ops import convolution
 from lean_arch.ops.convolution import Im2colConv2d, small_map_convolutions
+from tests.ruler import peak_bytes
 
 GEOMETRIES = [
     {"kernel": 3, "stride": 1, "padding": 1, "dilation": 1},
@@ -128,7 +129,7 @@ def test_modules_go_through_it_and_onednn_is_on_again():
     assert torch.backends.mkldnn.enabled
 
 
-def test_no_scratch_of_the_size_of_the_weight(peak_bytes):
+def test_no_scratch_of_the_size_of_the_weight():
     layer = nn.Conv2d(128, 256, 7)
     x = torch.randn(2, 128, 7, 7, generator=torch.Generator().manual_seed(0))
 
