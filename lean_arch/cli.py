@@ -30,7 +30,7 @@ usage: lean-arch COMMAND [options]
 
 def main(arguments: list[str] | None = None) -> int:
     """The console script `lean-arch`. Returns the exit status."""
-    command, *rest = arguments if arguments is not None else sys.argv[1:] or ["--help"]
+    command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in ("-h", "--help"):
         print(USAGE, end="")
         return 0

@@ -48,7 +48,7 @@ class TrainConfig:
     label_smoothing: float = option(0.1, "share of the target spread over all classes")
     drop_rate: float | None = option(None, "dropout of the arch; default: the arch's own")
     drop_path_rate: float | None = option(None, "stochastic depth of the arch; default: the arch's own")
-    epochs: int = option(12, "passes over the training images")
+    epochs: int = option(10, "passes over the training images")
     max_steps: int | None = option(None, "optimizer steps, in place of epochs")
     seed: int = option(0, "of weights, dropout, order and augmentation")
     workers: int | None = option(None, "processes that load data; default: 0 for digits, else one a core, 8 at most")
