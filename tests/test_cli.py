@@ -124,3 +124,11 @@ def test_compare_refuses_an_unknown_arch_before_it_trains(tmp_path, capsys):
     assert cli.train(["--compare", "test_vit", "test_vot", "--output", str(tmp_path / "out")]) == 2
     assert "test_vot" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_every_recipe_parses_and_opens_with_its_command():
+    recipes = sorted((ROOT / "configs").glob("*.yaml"))
+    assert recipes
+    for path in recipes:
+        assert path.read_text().startswith(f"# python train.py --config configs/{path.name}")
+        cli.parse(["--config", str(path)]).check()
