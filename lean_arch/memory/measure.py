@@ -1,6 +1,7 @@
 """Peak memory of a step as it really runs, from the allocator's own events, and what it consisted of."""
 
 import contextlib
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -31,21 +32,27 @@ def measure(fn: Callable[[], object], *held) -> Report:
     device = next((t.device.type for t in (*holdings.parameters(), *holdings.tensors)), "cpu")
     ledger = Ledger()
     alive = {}  # address -> block
+    gone = set()  # addresses of held blocks whose end a mark has told already
     for storage, category in holdings:
         address = storage.data_ptr()
         if storage.device.type == device and address not in alive:
             alive[address] = ("held", address)
             ledger.hold(alive[address], _occupied(storage), category)
-    with _marked_gradients(holdings), recording(device) as events:
+    with _marked(holdings, device), recording(device) as events:
         fn()
     for number, event in enumerate(events):
         if event.mark is not None:
-            if int(event.mark) in alive:
-                ledger.gradient(alive[int(event.mark)])
+            what, address = event.mark.split()
+            if int(address) in alive and what == "gradient":
+                ledger.gradient(alive[int(address)])
+            elif int(address) in alive:
+                ledger.close(alive.pop(int(address)))
+                gone.add(int(address))
         elif event.nbytes > 0:
             alive[event.address] = number
+            gone.discard(event.address)
             ledger.open(number, event.nbytes)
-        else:
+        elif event.address not in gone:
             if event.address not in alive:  # held by fn's surroundings until now
                 alive[event.address] = ("found", number)
                 ledger.hold(alive[event.address], -event.nbytes, "other")
@@ -62,16 +69,24 @@ def _occupied(storage: torch.UntypedStorage) -> int:
 
 
 @contextlib.contextmanager
-def _marked_gradients(holdings: Holdings):
-    """Within, the arrival of each parameter's gradient leaves its address among the events."""
+def _marked(holdings: Holdings, device: str):
+    """Within, gradients that arrive leave a mark among the events, and so do held storages that go.
+
+    The CPU's allocator knows only blocks that some recording saw begin, and reports the end of no other.
+    """
 
     def arrived(parameter):
-        mark(str(parameter.grad.untyped_storage().data_ptr()))
+        mark(f"gradient {parameter.grad.untyped_storage().data_ptr()}")
 
     parameters = [p for p in holdings.parameters() if p.requires_grad and p.is_leaf]
     handles = [parameter.register_post_accumulate_grad_hook(arrived) for parameter in parameters]
+    watches = [
+        weakref.finalize(storage, mark, f"gone {storage.data_ptr()}") for storage, _ in holdings if device == "cpu"
+    ]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+        for watch in watches:
+            watch.detach()

@@ -6,6 +6,7 @@ scratch memory that the real kernel would take (`lean_arch.memory.scratch`) and 
 
 import copy
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable
 
@@ -114,6 +115,9 @@ class Trace(TorchDispatchMode):
         fake = any(isinstance(leaf, FakeTensor) for leaf in inputs)
         if fake and func is torch.ops.aten._local_scalar_dense.default:
             return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
+        if fake and _writes_in_place(func):
+            self._pass(object(), rule(func, args, kwargs, args[0]))
+            return args[0]
         out = None if inputs and not fake else func(*args, **kwargs)
         if not fake and (inputs or (isinstance(out, torch.Tensor) and out.numel() <= 1)):
             # random states and counters (an optimizer's steps, a scaler's verdict) keep their values
@@ -154,3 +158,10 @@ class Trace(TorchDispatchMode):
     def _gradient(self, parameter: nn.Parameter):
         for storage in storages(parameter.grad):
             self.ledger.gradient(self.blocks[storage._cdata])
+
+
+@functools.cache
+def _writes_in_place(func) -> bool:
+    """Elementwise operators that end in an underscore change no shape and make no tensor: on fakes, nothing."""
+    name = func.overloadpacket.__name__
+    return torch.Tag.pointwise in func.tags and name.endswith("_") and not name.startswith("_")
