@@ -81,8 +81,9 @@ class ReversibleSequence(nn.ModuleList):
         exact: round what enters the streams to a fixed grid (2^-12 in float32, 2^-41 in float64), so that they
             return bit for bit while they stay below 4096 (a warning says when they do not). 16-bit streams are
             carried in float32. False: plain sums, whose inversion drifts with depth.
-        chunks: run f and g on this many parts of the batch, one after the other; what one layer needs for its
+        chunks: run f and g on up to this many parts of the batch, one after the other; what one layer needs for its
             backward falls with it. Only for f and g that treat batch items apart (no BatchNorm).
+        least_chunk: elements of a stream below which a part is not made smaller; small matrices are slow.
 
     `reversible` (True) may be switched off: same arithmetic, activations stored by autograd, no replay.
 
@@ -90,19 +91,22 @@ class ReversibleSequence(nn.ModuleList):
     run raise RuntimeError. `state_dict` keys are `0.f...`, `0.g...`, `1.f...`.
     """
 
-    def __init__(self, pairs: Iterable = (), exact: bool = True, chunks: int = 1):
+    def __init__(self, pairs: Iterable = (), exact: bool = True, chunks: int = 1, least_chunk: int = 1):
         if chunks < 1:
             raise ValueError(f"chunks must be a positive number of parts, got {chunks}")
+        if least_chunk < 1:
+            raise ValueError(f"least_chunk must be a positive number of elements, got {least_chunk}")
         super().__init__(p if isinstance(p, ReversiblePair) else ReversiblePair(*p) for p in pairs)
         self.exact = exact
         self.chunks = chunks
+        self.least_chunk = least_chunk
         self.reversible = True
         self._runs = 0
 
     def __getitem__(self, index):
         if not isinstance(index, slice):
             return super().__getitem__(index)
-        part = type(self)(list(self._modules.values())[index], self.exact, self.chunks)
+        part = type(self)(list(self._modules.values())[index], self.exact, self.chunks, self.least_chunk)
         part.reversible = self.reversible
         return part.train(self.training)
 
@@ -140,7 +144,7 @@ class ReversibleSequence(nn.ModuleList):
             b = a.view_as(a) if x1 is x2 else _RoundToGrid.apply(x2, wide)
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (a, b, *self.parameters()))
         rebuilt = self.reversible and needs_grad and len(self) > 0
-        run = (_Rebuilt if rebuilt else _Stored)(self, dtype, a.device)
+        run = (_Rebuilt if rebuilt else _Stored)(self, a, dtype)
         for layer in self:
             a, b = layer(a, b, run)
         if rebuilt:
@@ -166,11 +170,11 @@ class ReversibleSequence(nn.ModuleList):
 class _Stored:
     """One pass over a stack whose activations autograd stores."""
 
-    def __init__(self, stack: "ReversibleSequence", dtype: torch.dtype, device: torch.device):
+    def __init__(self, stack: "ReversibleSequence", stream: Tensor, dtype: torch.dtype):
         self.exact = stack.exact
-        self.chunks = stack.chunks
+        self.chunks = max(min(stack.chunks, stream.numel() // stack.least_chunk), 1)
         self.dtype = dtype  # what f and g are given; the streams themselves may be wider
-        self.autocast = autocast_as_now(device)
+        self.autocast = autocast_as_now(stream.device)
 
     def half_step(self, f: nn.Module, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """(a, b) -> (b, a + f(b))."""
@@ -183,13 +187,13 @@ class _Stored:
 class _Rebuilt(_Stored):
     """One pass over a stack that keeps only its last streams; each backward walks them back, a half-step at a time."""
 
-    def __init__(self, stack: "ReversibleSequence", dtype: torch.dtype, device: torch.device):
-        super().__init__(stack, dtype, device)
+    def __init__(self, stack: "ReversibleSequence", stream: Tensor, dtype: torch.dtype):
+        super().__init__(stack, stream, dtype)
         # One 16-bit copy of each weight serves all parts of a half-step.
-        self.autocast = autocast_as_now(device, cache=self.chunks > 1)
+        self.autocast = autocast_as_now(stream.device, cache=self.chunks > 1)
         self.streams = None  # in backward: the streams after the half-step whose turn it is
         self.borrowed = 0  # how many of them belong to the caller and may not be overwritten
-        self.reached = torch.zeros((), device=device)  # largest |stream|
+        self.reached = torch.zeros((), device=stream.device)  # largest |stream|
 
     def half_step(self, f: nn.Module, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return _HalfStep.apply(self, f, a, b, *(p for p in f.parameters() if p.requires_grad))

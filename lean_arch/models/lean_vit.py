@@ -44,13 +44,13 @@ class LeanVisionTransformer(VisionTransformer):
     """timm's VisionTransformer on a reversible stack; takes the same arguments.
 
     Args:
-        chunks: parts of the batch that a layer's backward works on one after the other.
+        chunks: most parts of the batch that a layer's backward works on, one after the other.
         kwargs: as timm.models.VisionTransformer; attention masks are not supported.
     """
 
     def __init__(self, *, chunks: int = 4, **kwargs):
         super().__init__(block_fn=LeanBlock, **kwargs)
-        self.blocks = ReversibleSequence(self.blocks, chunks=chunks)
+        self.blocks = ReversibleSequence(self.blocks, chunks=chunks, least_chunk=2**16)
 
     def fix_init_weight(self) -> None:
         with torch.no_grad():
