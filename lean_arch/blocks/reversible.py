@@ -4,9 +4,8 @@
     y2 = x2 + g(y1)        x1 = y1 - f(x2)
 
 The coupling is that of RevNets (Gomez et al. 2017, arXiv 1707.04585) and Reformer (Kitaev et al. 2020, arXiv
-2001.04451). Floating-point sums do not invert exactly, so what enters a stream is first rounded to a fixed grid:
-sums and differences of grid points below 2^12 are exact, and the streams return bit for bit at any depth, under
-any autocast.
+2001.04451). Floating-point sums do not invert exactly, so the streams are carried as fixed-point integers, whose sums
+do: they return bit for bit at any depth, under any autocast. f and g see them as floating-point numbers.
 
 Shapes: both streams (B, ...), alike; f and g map (B, ...) to (B, ...).
 """
@@ -19,35 +18,20 @@ from torch import Tensor, nn
 
 from lean_arch.ops.replay import Replay, autocast_as_now, frozen_statistics
 
-RANGE_BITS = 12  # streams may reach 2^12 = 4096; the rest of the significand is the grid
-MANTISSA_BITS = {torch.float32: 24, torch.float64: 53}
+# 18 fractional bits: 4e-6, finer than bf16 and fp16 arithmetic, and than LayerScale's usual start of 1e-5
+FIXED_POINT = {torch.float32: (torch.int32, 18), torch.float64: (torch.int64, 44)}
+LIMIT = 4096.0  # two numbers below it add up without overflow
 
 
-def round_to_grid(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A new tensor of `dtype` (float32 or float64): `x` to the nearest multiple of 2^-12 (float32) or 2^-41."""
-    scale = 2.0 ** (MANTISSA_BITS[dtype] - RANGE_BITS)
-    return x.to(dtype, copy=True).mul_(scale).round_().mul_(1 / scale)
+def to_fixed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` as fixed-point integers, those of streams of `dtype` (float32: int32, 2^-18; float64: int64, 2^-44)."""
+    integer, bits = FIXED_POINT[dtype]
+    return x.to(dtype, copy=True).mul_(2.0**bits).round_().to(integer)
 
 
-def traceable_round(x: Tensor) -> Tensor:
-    """round_to_grid, with gradient one, for compilers that know no autograd.Function. float32 unless x is float64."""
-    wide = x if x.dtype == torch.float64 else x.float()
-    scale = 2.0**41 if x.dtype == torch.float64 else 2.0**12
-    fixed = wide.detach()
-    return torch.round(fixed * scale) / scale + (wide - fixed)
-
-
-class _RoundToGrid(torch.autograd.Function):
-    """Rounding with gradient one (straight through)."""
-
-    @staticmethod
-    def forward(ctx, x, dtype):
-        ctx.dtype = x.dtype
-        return round_to_grid(x, dtype)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.to(ctx.dtype), None
+def to_float(fixed: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers of `dtype` nearest to fixed-point integers."""
+    return fixed.to(dtype).mul_(2.0 ** -FIXED_POINT[dtype][1])
 
 
 class ReversiblePair(nn.Module):
@@ -63,14 +47,6 @@ class ReversiblePair(nn.Module):
         x2, y1 = run.half_step(self.f, x1, x2)
         return run.half_step(self.g, x2, y1)
 
-    @torch.jit.export
-    def plain(self, x1: Tensor, x2: Tensor, dtype: torch.dtype, exact: bool) -> tuple[Tensor, Tensor]:
-        """The same arithmetic in operations that TorchScript, torch.export and ONNX can follow."""
-        out = self.f(x2.to(dtype))
-        y1 = x1 + (traceable_round(out) if exact else out)
-        out = self.g(y1.to(dtype))
-        return y1, x2 + (traceable_round(out) if exact else out)
-
 
 class ReversibleSequence(nn.ModuleList):
     """A stack of reversible layers whose training memory does not grow with depth.
@@ -78,9 +54,9 @@ class ReversibleSequence(nn.ModuleList):
     Args:
         pairs: (f, g) modules, one pair a layer; each maps its input to a tensor of the same shape. Gradients flow
             to their input and to their parameters; a tensor that needs a gradient may not be captured otherwise.
-        exact: round what enters the streams to a fixed grid (2^-12 in float32, 2^-41 in float64), so that they
-            return bit for bit while they stay below 4096 (a warning says when they do not). 16-bit streams are
-            carried in float32. False: plain sums, whose inversion drifts with depth.
+        exact: carry the streams in fixed point (2^-18 in float32, 2^-44 in float64; 16-bit streams as float32), so
+            that they return bit for bit. Where a number reaches 4096 both results are NaN, with a warning.
+            False: floating-point sums, whose inversion drifts with depth.
         chunks: run f and g on up to this many parts of the batch, one after the other; what one layer needs for its
             backward falls with it. Only for f and g that treat batch items apart (no BatchNorm).
         least_chunk: elements of a stream below which a part is not made smaller; small matrices are slow.
@@ -101,7 +77,6 @@ class ReversibleSequence(nn.ModuleList):
         self.chunks = chunks
         self.least_chunk = least_chunk
         self.reversible = True
-        self._runs = 0
 
     def __getitem__(self, index):
         if not isinstance(index, slice):
@@ -113,19 +88,10 @@ class ReversibleSequence(nn.ModuleList):
     def forward(self, streams: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """(x1, x2) -> (y1, y2), all of one shape and floating dtype. Raises ValueError when they differ."""
         if torch.jit.is_scripting():
-            return self._plain(streams)
+            return self._traceable(streams)
         if torch.compiler.is_exporting() or torch.jit.is_tracing():
-            return self._plain(streams)
+            return self._traceable(streams)
         return self._run(streams)
-
-    def _plain(self, streams: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        dtype = streams[0].dtype
-        x1, x2 = streams
-        if self.exact:
-            x1, x2 = traceable_round(x1), traceable_round(x2)
-        for pair in self:
-            x1, x2 = pair.plain(x1, x2, dtype, self.exact)
-        return x1.to(dtype), x2.to(dtype)
 
     @torch.jit.unused
     @torch.compiler.disable  # the replay must repeat the forward's own kernels, bit for bit
@@ -136,70 +102,167 @@ class ReversibleSequence(nn.ModuleList):
                 "streams must be two floating tensors of one shape and dtype, "
                 f"got {tuple(x1.shape)} {x1.dtype} and {tuple(x2.shape)} {x2.dtype}"
             )
-        dtype = x1.dtype
-        a, b = x1, x2
-        if self.exact:
-            wide = torch.promote_types(dtype, torch.float32)
-            a = _RoundToGrid.apply(x1, wide)
-            b = a.view_as(a) if x1 is x2 else _RoundToGrid.apply(x2, wide)
-        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (a, b, *self.parameters()))
+        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x1, x2, *self.parameters()))
         rebuilt = self.reversible and needs_grad and len(self) > 0
-        run = (_Rebuilt if rebuilt else _Stored)(self, a, dtype)
+        run = (_Rebuilt if rebuilt else _Stored)(self, x1)
+        a, b = run.enter(x1, x2)
         for layer in self:
             a, b = layer(a, b, run)
         if rebuilt:
             a, b = _KeepStreams.apply(run, a, b)
-            self._watch_range(run.reached)
+        return run.leave(a, b)
+
+    def _traceable(self, streams: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The same arithmetic in operations that TorchScript, torch.export and ONNX can follow."""
+        dtype = streams[0].dtype
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        integer = torch.int64 if dtype == torch.float64 else torch.int32
+        scale = 2.0**44 if dtype == torch.float64 else 2.0**18
+        fixed = [torch.round(x.detach().to(wide) * scale).to(integer) for x in streams]
+        a, b = streams[0], streams[1]
+        if self.exact:
+            a, b = _traceable_value(a, fixed[0], scale), _traceable_value(b, fixed[1], scale)
+        for pair in self:
+            for half in range(2):
+                out = pair.f(b.to(dtype)) if half == 0 else pair.g(b.to(dtype))
+                y = a + out.to(a.dtype)
+                if self.exact:
+                    fixed = [fixed[1], fixed[0] + torch.round(out.detach().to(wide) * scale).to(integer)]
+                    y = _traceable_value(y, fixed[1], scale)
+                a, b = b, y
         return a.to(dtype), b.to(dtype)
 
-    def _watch_range(self, reached: Tensor):
-        """Warn when a stream left the range in which sums are exact; on an accelerator, looked at now and then."""
-        if not self.exact or type(reached) is not Tensor:  # a fake tensor has no value
-            return
-        self._runs += 1
-        if reached.is_meta or (not reached.is_cpu and self._runs % 100):  # reading it waits for the device
-            return
-        if reached.item() >= 2**RANGE_BITS:
-            warnings.warn(
-                f"a reversible stream reached {reached.item():.0f}; beyond {2**RANGE_BITS} its gradients are no longer "
-                "exact: lower the learning rate, normalise the outputs of f and g, or set_reversible(False)",
-                stacklevel=3,
-            )
+
+def _traceable_value(y: Tensor, fixed: Tensor, scale: float) -> Tensor:
+    """The value of `fixed` with the gradient of `y`."""
+    wide = y.to(torch.float64 if fixed.dtype == torch.int64 else torch.float32)
+    return fixed.to(wide.dtype) / scale + (wide - wide.detach())
+
+
+class _Value(torch.autograd.Function):
+    """`value`, whose gradient goes to each of `sources` as it is."""
+
+    @staticmethod
+    def forward(ctx, value, *sources):
+        ctx.dtypes = [source.dtype for source in sources]
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, *(grad.to(dtype) for dtype in ctx.dtypes)
 
 
 class _Stored:
-    """One pass over a stack whose activations autograd stores."""
+    """One pass over a stack whose activations autograd stores.
 
-    def __init__(self, stack: "ReversibleSequence", stream: Tensor, dtype: torch.dtype):
+    What layers hand on are the streams as floating-point numbers; the fixed-point ones go along in `fixed`.
+    """
+
+    def __init__(self, stack: ReversibleSequence, x: Tensor):
         self.exact = stack.exact
-        self.chunks = max(min(stack.chunks, stream.numel() // stack.least_chunk), 1)
-        self.dtype = dtype  # what f and g are given; the streams themselves may be wider
-        self.autocast = autocast_as_now(stream.device)
+        self.chunks = max(min(stack.chunks, x.numel() // stack.least_chunk), 1)
+        self.dtype = x.dtype  # what f and g are given and the caller gets
+        self.wide = torch.promote_types(x.dtype, torch.float32) if self.exact else x.dtype  # what streams are
+        self.autocast = autocast_as_now(x.device)
+        self.fixed = None  # both streams where the pass has come to
+        self.handed = None  # the storages of the floating-point ones
+        self.reached = torch.zeros((), device=x.device, dtype=self.wide)  # largest number that was added or came out
+
+    def enter(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
+        a = self.fix(x1)
+        b = a if x1 is x2 else self.fix(x2)
+        self.fixed = a, b
+        values = self.value(a), self.value(b)
+        self._reach(x1.detach())
+        self._reach(x2.detach())
+        return self._hand_on(*(_Value.apply(value, x) for value, x in zip(values, (x1, x2))))
 
     def half_step(self, f: nn.Module, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """(a, b) -> (b, a + f(b))."""
+        self.check_handed(a, b)
         with self.autocast():
-            parts = [_checked(f, part.to(self.dtype)) for part in b.chunk(self.chunks)]
+            parts = [self.call(f, part) for part in b.chunk(self.chunks)]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return b, a + (_RoundToGrid.apply(out, a.dtype) if self.exact else out)
+        if not self.exact:
+            return self._hand_on(b, a + out)
+        y = self.add(out.detach())
+        return self._hand_on(b, _Value.apply(y, a, out))
+
+    def leave(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        if self.exact:
+            within = self.reached < LIMIT
+            if type(within) is Tensor and within.is_cpu:  # on an accelerator, to read it would be to wait for it
+                if not within:
+                    a, b = a * torch.nan, b * torch.nan
+                    _warn_out_of_range(self.reached.item())
+            else:
+                poison = torch.where(within, 1.0, torch.nan)
+                a, b = a * poison, b * poison
+        return a.to(self.dtype), b.to(self.dtype)
+
+    def call(self, f: nn.Module, part: Tensor) -> Tensor:
+        out = f(part.to(self.dtype))
+        if out.shape != part.shape:
+            raise ValueError(
+                f"{type(f).__name__} must keep the shape of its input in a reversible layer, "
+                f"but maps {tuple(part.shape)} to {tuple(out.shape)}"
+            )
+        return out
+
+    def fix(self, x: Tensor) -> Tensor:
+        return to_fixed(x.detach(), self.wide) if self.exact else x.detach()
+
+    def value(self, fixed: Tensor) -> Tensor:
+        return to_float(fixed, self.wide) if self.exact else fixed
+
+    def add(self, out: Tensor) -> Tensor:
+        """Moves the streams (a, b) on to (b, a + out); the value of the latter."""
+        a, b = self.fixed
+        y = a + self.fix(out)
+        self.fixed = b, y
+        value = self.value(y)
+        self._reach(out)
+        self._reach(value)
+        return value
+
+    def _reach(self, x: Tensor):
+        if self.exact and x.numel():
+            low, high = x.aminmax()  # NaN if any number is
+            self.reached = torch.maximum(self.reached, torch.maximum(-low, high).to(self.wide))
+
+    def _hand_on(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        self.handed = a.untyped_storage()._cdata, b.untyped_storage()._cdata
+        return a, b
+
+    def check_handed(self, a: Tensor, b: Tensor):
+        if self.handed != (a.untyped_storage()._cdata, b.untyped_storage()._cdata):
+            raise RuntimeError(
+                "a hook replaced the streams between two reversible layers, which rebuilding them would undo; "
+                "hook f or g instead, or hand changed streams to a second ReversibleSequence"
+            )
+
+
+def _warn_out_of_range(reached: float):
+    if reached >= LIMIT:  # not NaN
+        warnings.warn(
+            f"a reversible stream reached {reached:.0f}, beyond {LIMIT:.0f}, so its results are NaN: lower the "
+            "learning rate, normalise what f and g return, or take exact=False",
+            stacklevel=2,
+        )
 
 
 class _Rebuilt(_Stored):
     """One pass over a stack that keeps only its last streams; each backward walks them back, a half-step at a time."""
 
-    def __init__(self, stack: "ReversibleSequence", stream: Tensor, dtype: torch.dtype):
-        super().__init__(stack, stream, dtype)
+    def __init__(self, stack: ReversibleSequence, x: Tensor):
+        super().__init__(stack, x)
         # One 16-bit copy of each weight serves all parts of a half-step.
-        self.autocast = autocast_as_now(stream.device, cache=self.chunks > 1)
-        self.streams = None  # in backward: the streams after the half-step whose turn it is
-        self.borrowed = 0  # how many of them belong to the caller and may not be overwritten
-        self.reached = torch.zeros((), device=stream.device)  # largest |stream|
+        self.autocast = autocast_as_now(x.device, cache=self.chunks > 1)
+        self.borrowed = 0  # how many of the streams a second backward may ask for again
 
     def half_step(self, f: nn.Module, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        return _HalfStep.apply(self, f, a, b, *(p for p in f.parameters() if p.requires_grad))
-
-    def rounded(self, out: Tensor, dtype: torch.dtype) -> Tensor:
-        return round_to_grid(out, dtype) if self.exact else out.to(dtype)
+        self.check_handed(a, b)
+        return self._hand_on(*_HalfStep.apply(self, f, a, b, *(p for p in f.parameters() if p.requires_grad)))
 
 
 class _HalfStep(torch.autograd.Function):
@@ -213,30 +276,27 @@ class _HalfStep(torch.autograd.Function):
     def forward(ctx, run, f, a, b, *params):
         ctx.run, ctx.f = run, f
         ctx.save_for_backward(*params)  # autograd then refuses weights that changed since
-        ctx.replays = []
-        y = torch.empty_like(a)
+        ctx.replays, parts = [], []
         try:
-            for part_a, part_b, part_y in zip(a.chunk(run.chunks), b.chunk(run.chunks), y.chunk(run.chunks)):
+            for part in b.chunk(run.chunks):
                 replay = Replay(b.device)
                 with run.autocast():
-                    out = _checked(f, part_b.to(run.dtype))
+                    parts.append(run.call(f, part))
                 replay.settle()
                 ctx.replays.append(replay)
-                torch.add(part_a, run.rounded(out, a.dtype), out=part_y)
         finally:
             torch.clear_autocast_cache()
-        if run.exact and y.numel():
-            run.reached = torch.maximum(run.reached, torch.linalg.vector_norm(y, float("inf")).to(run.reached.dtype))
-        return b, y
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return b, run.add(out)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_b, grad_y):
         run, f, params = ctx.run, ctx.f, ctx.saved_tensors
-        b, y = run.streams
+        b, y = run.fixed
         needs_b = ctx.needs_input_grad[3]
         a = torch.empty_like(y) if run.borrowed else y
-        grad_in = torch.empty_like(b) if needs_b else None
+        grad_in = torch.empty_like(grad_b) if needs_b else None
         # The replay runs on stand-ins of the parameters: hooks of the real ones see only the finished gradient.
         names = [name for name, p in f.named_parameters() if p.requires_grad]
         stand_ins = {name: p.detach().requires_grad_() for name, p in zip(names, params, strict=True)}
@@ -244,10 +304,10 @@ class _HalfStep(torch.autograd.Function):
         try:
             # Last part first: the order in which autograd would add up the parts' gradients.
             for replay, (part_b, part_y, part_a, part_gb, part_gy, part_gi) in zip(ctx.replays[::-1], parts[::-1]):
-                x = part_b.detach().to(run.dtype).requires_grad_(needs_b)
+                x = run.value(part_b).detach().to(run.dtype).requires_grad_(needs_b)
                 with replay.again(), run.autocast(), frozen_statistics(f), torch.enable_grad():
                     out = torch.func.functional_call(f, stand_ins, (x,))
-                torch.sub(part_y, run.rounded(out.detach(), y.dtype), out=part_a)
+                torch.sub(part_y, run.fix(out), out=part_a)
                 if out.requires_grad:
                     inputs = [x, *stand_ins.values()] if needs_b else list(stand_ins.values())
                     _refuse_other_leaves(f, out, inputs)
@@ -258,7 +318,7 @@ class _HalfStep(torch.autograd.Function):
         finally:
             torch.clear_autocast_cache()
         run.borrowed = max(run.borrowed - 1, 0)
-        run.streams = (a, b) if any(ctx.needs_input_grad[2:4]) else None
+        run.fixed = (a, b) if any(ctx.needs_input_grad[2:4]) else None
         return None, None, grad_y, grad_in, *(p.grad for p in stand_ins.values())
 
 
@@ -268,25 +328,16 @@ class _KeepStreams(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run, a, b):
         ctx.run = run
-        ctx.save_for_backward(a, b)
-        return a, b
+        ctx.save_for_backward(*run.fixed)
+        run.fixed = None
+        return a.view_as(a), b.view_as(b)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_a, grad_b):
-        ctx.run.streams = ctx.saved_tensors
+        ctx.run.fixed = ctx.saved_tensors
         ctx.run.borrowed = 2
         return None, grad_a, grad_b
-
-
-def _checked(f: nn.Module, x: Tensor) -> Tensor:
-    out = f(x)
-    if out.shape != x.shape:
-        raise ValueError(
-            f"{type(f).__name__} must keep the shape of its input in a reversible layer, "
-            f"but maps {tuple(x.shape)} to {tuple(out.shape)}"
-        )
-    return out
 
 
 def _refuse_other_leaves(f: nn.Module, out: Tensor, inputs: list[Tensor]):

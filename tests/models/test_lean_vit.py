@@ -52,7 +52,7 @@ def test_gradients_equal_stored_ones_bit_for_bit(options, batch, autocast):
 
 
 def test_gradients_match_float64():
-    """Against the same network in float64, whose grid is finer by 2^29; at weights of a trained size."""
+    """Against the same network in float64, whose streams are finer by 2^26; at weights of a trained size."""
     model = build()
     for p in model.parameters():
         nn.init.normal_(p, std=0.15)
@@ -60,7 +60,7 @@ def test_gradients_match_float64():
     exact = gradients(model.double(), images().double(), False)
     for name, grad in exact.items():
         error = (lean[name].double() - grad).norm() / grad.norm()
-        assert error < 2e-3, f"{name}: {error:.1e}"
+        assert error < 5e-5, f"{name}: {error:.1e}"
 
 
 def test_depth_costs_nothing():
