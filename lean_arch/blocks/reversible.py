@@ -55,7 +55,7 @@ class ReversibleSequence(nn.ModuleList):
         pairs: (f, g) modules, one pair a layer; each maps its input to a tensor of the same shape. Gradients flow
             to their input and to their parameters; a tensor that needs a gradient may not be captured otherwise.
         exact: carry the streams in fixed point (2^-18 in float32, 2^-44 in float64; 16-bit streams as float32), so
-            that they return bit for bit. Where a number reaches 4096 both results are NaN, with a warning.
+            that they return bit for bit. Where a number reaches 4096 both results are NaN, on the CPU with a warning.
             False: floating-point sums, whose inversion drifts with depth.
         chunks: run f and g on up to this many parts of the batch, one after the other; what one layer needs for its
             backward falls with it. Only for f and g that treat batch items apart (no BatchNorm).
@@ -115,6 +115,7 @@ class ReversibleSequence(nn.ModuleList):
     def _traceable(self, streams: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The same arithmetic in operations that TorchScript, torch.export and ONNX can follow."""
         dtype = streams[0].dtype
+        # TorchScript cannot read FIXED_POINT
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         integer = torch.int64 if dtype == torch.float64 else torch.int32
         scale = 2.0**44 if dtype == torch.float64 else 2.0**18
@@ -352,6 +353,6 @@ def _refuse_other_leaves(f: nn.Module, out: Tensor, inputs: list[Tensor]):
         if node.name() == "torch::autograd::AccumulateGrad" and id(node.variable) not in known:
             raise RuntimeError(
                 f"{type(f).__name__} uses a tensor of shape {tuple(node.variable.shape)} that needs a gradient but is "
-                "neither its input nor its parameter; register it as a parameter, or set_reversible(False)"
+                "neither its input nor its parameter; register it as a parameter, or set reversible = False"
             )
         todo.extend(parent for parent, _ in node.next_functions)

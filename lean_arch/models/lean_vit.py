@@ -71,10 +71,7 @@ class LeanVisionTransformer(VisionTransformer):
 
     def _embed(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, N, D)"""
-        if torch.jit.is_scripting():
-            x = self.patch_embed(x)
-        else:
-            x = self._patches(x)
+        x = self.patch_embed(x) if torch.jit.is_scripting() else self._patches(x)
         return self.norm_pre(self.patch_drop(self._pos_embed(x)))
 
     @torch.jit.unused

@@ -1,6 +1,6 @@
 """Run a computation a second time exactly as the first: same random numbers, same autocast, one update of BatchNorm.
 
-Reversible stacks and checkpointing both replay a module during backward. What they share lives here.
+For what runs a module again during backward: reversible stacks and checkpointing.
 """
 
 import contextlib
@@ -32,20 +32,21 @@ def autocast_as_now(device: torch.device, cache: bool = False):
 class Replay:
     """The random state a computation on `device` starts from; `with replay.again():` runs it once more from there.
 
-    It is dropped by `settle()` when the first run drew nothing, so a layer without dropout
-    costs no bytes. The caller's own random stream is never disturbed.
+    It is dropped by `settle()` when the first run drew nothing, so a layer without dropout costs no bytes. The
+    caller's own random stream is never disturbed.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
         self.cpu_rng = torch.get_rng_state()
-        self.device_rng = None if device.type in ("cpu", "meta") else _generator(device).get_rng_state(device)
+        self.module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+        self.device_rng = self.module.get_rng_state(device) if self.module else None
 
     def settle(self):
         """Call after the first run: forget the random states that it did not use."""
         if _same(self.cpu_rng, torch.get_rng_state()):
             self.cpu_rng = None
-        if self.device_rng is not None and _same(self.device_rng, _generator(self.device).get_rng_state(self.device)):
+        if self.device_rng is not None and _same(self.device_rng, self.module.get_rng_state(self.device)):
             self.device_rng = None
 
     @contextlib.contextmanager
@@ -56,19 +57,14 @@ class Replay:
                 stack.callback(torch.set_rng_state, now)
                 torch.set_rng_state(self.cpu_rng)
             if self.device_rng is not None:
-                generator = _generator(self.device)
-                stack.callback(generator.set_rng_state, generator.get_rng_state(self.device), self.device)
-                generator.set_rng_state(self.device_rng, self.device)
+                stack.callback(self.module.set_rng_state, self.module.get_rng_state(self.device), self.device)
+                self.module.set_rng_state(self.device_rng, self.device)
             yield
 
 
 def _same(state: torch.Tensor, other: torch.Tensor) -> bool:
     with _disable_current_modes():  # random states stay real when torch runs on fake tensors
         return torch.equal(state, other)
-
-
-def _generator(device: torch.device):
-    return torch.get_device_module(device)
 
 
 @contextlib.contextmanager

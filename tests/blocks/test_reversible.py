@@ -326,6 +326,9 @@ def test_export_and_script_give_the_same_values():
     want = model((x, x))
     exported = torch.export.export(model, ((x, x),)).module()
     assert all(torch.equal(a, b) for a, b in zip(exported((x, x)), want))
+    for exact in (True, False):
+        model = ReversibleSequence([(feed_forward(), feed_forward())], exact=exact).eval()
+        assert all(torch.equal(a, b) for a, b in zip(torch.jit.script(model)((x, x)), model((x, x))))
 
 
 def test_out_of_range_is_nan_with_a_warning():
