@@ -39,12 +39,11 @@ class Ledger:
         self.category = {}  # block -> category, where known
         self.last_gradient = None  # number of events when it arrived
 
-    def hold(self, block, nbytes: int, category: str | None):
+    def hold(self, block, nbytes: int, category: str):
         """A block that was there before the first event."""
         self.held.append(block)
         self.sizes[block] = nbytes
-        if category is not None:
-            self.category[block] = category
+        self.category[block] = category
 
     def open(self, block, nbytes: int):
         self.sizes[block] = nbytes
@@ -65,12 +64,12 @@ class Ledger:
                 self.category[block] = "activations" if index < until else "other"
         level = dict.fromkeys(CATEGORIES, 0)
         for block in self.held:
-            level[self.category.get(block, "other")] += self.sizes[block]
+            level[self.category[block]] += self.sizes[block]
         total = peak = sum(level.values())
         at_peak = dict(level)
         for block, sign in self.events:
             change = sign * self.sizes[block]
-            level[self.category.get(block, "other")] += change
+            level[self.category[block]] += change
             total += change
             if total > peak:
                 peak, at_peak = total, dict(level)

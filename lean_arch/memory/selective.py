@@ -30,18 +30,25 @@ def is_dear(func, args, kwargs) -> bool:
         return args[1][0].numel() > DEAR
     if "attention" in func.name():
         # a kept result draws no random numbers on replay, so the layers after it would draw others
-        named = dict(zip((a.name for a in func._schema.arguments), args)) | kwargs
-        return not named.get("dropout_p", 0)
+        return not _named(func, args, kwargs).get("dropout_p", 0)
     return False
 
 
-class Keep(TorchDispatchMode):
-    """Around the first run: fills `kept` with {(op, nth call): result}."""
+class _Numbered(TorchDispatchMode):
+    """Tells the dear calls of a run apart in `kept`, {(op, nth call): result}."""
 
     def __init__(self, kept: dict):
         super().__init__()
         self.kept = kept
         self.calls = Counter()
+
+    def next_key(self, func):
+        self.calls[func] += 1
+        return func, self.calls[func]
+
+
+class Keep(_Numbered):
+    """Around the first run: fills `kept`."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -50,8 +57,7 @@ class Keep(TorchDispatchMode):
             self._forget(_written(func, args, kwargs))
         elif is_dear(func, args, kwargs):
             # detached: `out` itself will point to a graph that points back here
-            self.kept[func, self.calls[func]] = tree_map_only(torch.Tensor, torch.Tensor.detach, out)
-            self.calls[func] += 1
+            self.kept[self.next_key(func)] = tree_map_only(torch.Tensor, torch.Tensor.detach, out)
         return out
 
     def _forget(self, storages: set[int]):
@@ -59,19 +65,13 @@ class Keep(TorchDispatchMode):
             del self.kept[key]
 
 
-class Reuse(TorchDispatchMode):
+class Reuse(_Numbered):
     """Around a replay: takes the results out of `kept`, and computes those that are not there."""
-
-    def __init__(self, kept: dict):
-        super().__init__()
-        self.kept = kept
-        self.calls = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if not func._schema.is_mutable and is_dear(func, args, kwargs):
-            key = func, self.calls[func]
-            self.calls[func] += 1
+            key = self.next_key(func)
             if key in self.kept:
                 return self.kept.pop(key)
         return func(*args, **kwargs)
@@ -81,7 +81,10 @@ def _storages(values) -> set[int]:
     return {t.untyped_storage()._cdata for t in tree_leaves(values) if isinstance(t, torch.Tensor)}
 
 
+def _named(func, args, kwargs) -> dict:
+    return dict(zip((a.name for a in func._schema.arguments), args)) | kwargs
+
+
 def _written(func, args, kwargs) -> set[int]:
-    named = dict(zip((a.name for a in func._schema.arguments), args)) | kwargs
     written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    return _storages([value for name, value in named.items() if name in written])
+    return _storages([value for name, value in _named(func, args, kwargs).items() if name in written])

@@ -64,7 +64,7 @@ def fake_copy(thing):
 
     No memory is taken for the copy's parameters and buffers; they start without gradients.
     """
-    mode = torch._guards.detect_fake_mode() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    mode = torch._guards.detect_fake_mode()
     if isinstance(thing, torch.Tensor):
         return mode.from_tensor(thing)
     fakes = {}
@@ -114,7 +114,7 @@ class Trace(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         fake = any(isinstance(leaf, FakeTensor) for leaf in inputs)
         if fake and func is torch.ops.aten._local_scalar_dense.default:
-            return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
+            return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         if fake and _writes_in_place(func):
             self._pass(object(), rule(func, args, kwargs, args[0]))
             return args[0]

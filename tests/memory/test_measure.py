@@ -7,21 +7,10 @@ import torch
 from torch import nn
 
 from lean_arch.memory import measure
-from lean_arch.memory.allocator import recording
 from lean_arch.memory.holdings import used_by
+from tests.ruler import peak_bytes
 
 MIB = 2**20
-
-
-def rise(fn):
-    """Most bytes held by fn() above what there was before, as the allocator counts."""
-    with recording() as events:
-        fn()
-    level = peak = 0
-    for event in events:
-        level += event.nbytes
-        peak = max(peak, level)
-    return peak
 
 
 @pytest.fixture
@@ -48,7 +37,7 @@ def test_peak_is_what_was_held_plus_the_allocators_rise(trained):
     state = [t for s in optimizer.state.values() for t in s.values()]
     held = held_bytes(*model.parameters(), *model.buffers(), *state, batch)
     report = measure(step, model, optimizer, batch)
-    assert report.peak_bytes == held + rise(step)
+    assert report.peak_bytes == held + peak_bytes(step)
     assert sum(report.by_category.values()) == report.peak_bytes
     assert report.by_category["weights"] == held_bytes(*model.parameters(), *model.buffers())
     assert report.by_category["optimizer"] == held_bytes(*state)
