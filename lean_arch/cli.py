@@ -72,8 +72,7 @@ def train(arguments: list[str]) -> int:
 
 
 def compare(arguments: list[str]) -> int:
-    count = next((n for n, word in enumerate(arguments) if word.startswith("-")), len(arguments))
-    return train(["--compare", *arguments[:count], *arguments[count:]])
+    return train(["--compare", *arguments])
 
 
 def plan(arguments: list[str]) -> int:

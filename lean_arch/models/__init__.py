@@ -8,7 +8,7 @@ from torch import nn
 
 from lean_arch.models import lean_vit
 
-__all__ = ["create_model", "lean_vit", "list_models"]
+__all__ = ["check_name", "create_model", "lean_vit", "list_models"]
 
 
 def list_models(filter: str = "*") -> list[str]:
@@ -21,8 +21,13 @@ def create_model(name: str, **kwargs) -> nn.Module:
 
     Raises ValueError, with the nearest names, when there is no such architecture.
     """
+    check_name(name)
+    return timm.create_model(name, **kwargs)
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError, with the nearest names, when there is no architecture `name`."""
     if not timm.is_model(name.split(".")[0].split(":")[-1].split("/")[-1]):
         near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
         hint = f"nearest: {', '.join(near)}" if near else f"the zoo has {', '.join(list_models())}"
         raise ValueError(f"arch {name!r} does not exist; {hint}")
-    return timm.create_model(name, **kwargs)

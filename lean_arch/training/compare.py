@@ -6,20 +6,19 @@ import pathlib
 import subprocess
 import sys
 
-import timm
 from rich.console import Console
 from rich.table import Table
 
 from lean_arch.memory import format_bytes
-from lean_arch.models import create_model
+from lean_arch.memory.ledger import CATEGORIES
+from lean_arch.models import check_name
 from lean_arch.training import state
 from lean_arch.training.config import InputError, TrainConfig
 
-CATEGORIES = ("weights", "gradients", "optimizer", "activations", "other")
 FIGURES = ("params", "peak_bytes", *CATEGORIES, "samples_per_s", "val_accuracy")
 CHANGES = ("peak_change", "speed_change", "accuracy_change")
-SPOKEN = ("peak change", "speed change", "accuracy change")
-HEADINGS = ("arch", "parameters", "peak", *CATEGORIES, "samples/s", "val accuracy", *SPOKEN)
+HEADINGS = ("arch", "parameters", "peak", *CATEGORIES, "samples/s", "val accuracy")
+HEADINGS += tuple(name.replace("_", " ") for name in CHANGES)
 
 
 def compare(config: TrainConfig) -> list[dict]:
@@ -29,11 +28,10 @@ def compare(config: TrainConfig) -> list[dict]:
     difference), or only `ended`, the exit status, for one that did not get through. Raises InputError.
     """
     for arch in config.compare:
-        if not timm.is_model(arch):
-            try:
-                create_model(arch)
-            except ValueError as error:
-                raise InputError(str(error)) from error
+        try:
+            check_name(arch)
+        except ValueError as error:
+            raise InputError(str(error)) from error
     folder = state.free_folder(config.output, pathlib.Path("runs/compare"), "comparison.csv")
     rows = []
     for arch in config.compare:
@@ -110,15 +108,12 @@ def as_markdown(rows: list[dict]) -> str:
 
 def as_png(rows: list[dict]) -> bytes:
     """Two bars an arch: peak memory stacked by category, and speed."""
-    import matplotlib  # only a comparison draws
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure  # takes a second that only a comparison should cost
 
     rows = [row for row in rows if row["ended"] == 0]
     names = [row["arch"] for row in rows]
-    size = 11, 1.5 + 0.5 * len(rows)
-    figure, (memory, speed) = pyplot.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
+    figure = Figure(figsize=(11, 1.5 + 0.5 * len(rows)), layout="constrained")
+    memory, speed = figure.subplots(1, 2, sharey=True)
     left = [0.0] * len(rows)
     for category in CATEGORIES:
         sizes = [row[category] / 2**20 for row in rows]
@@ -131,5 +126,4 @@ def as_png(rows: list[dict]) -> bytes:
     speed.set_xlabel("samples/s")
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=120)
-    pyplot.close(figure)
     return file.getvalue()

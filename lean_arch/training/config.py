@@ -11,8 +11,9 @@ from typing import Any
 
 import yaml
 
-PRECISIONS = ("auto", "bf16", "fp16", "fp32")
-POLICIES = ("auto", "none", "all", "sqrt", "selective")
+from lean_arch.memory import parse_bytes
+from lean_arch.memory.checkpoint import POLICIES
+from lean_arch.memory.plan import PRECISIONS
 
 
 class InputError(ValueError):
@@ -73,10 +74,15 @@ class TrainConfig:
             raise InputError(f"data {self.data!r} is not known; digits, folder:PATH and timm:NAME are")
         if kind == "folder" and not pathlib.Path(place).is_dir():
             raise InputError(f"data {self.data!r}: there is no folder {place}; give one that holds train/ and val/")
-        if self.precision not in PRECISIONS:
-            raise InputError(f"precision {self.precision!r} is not one of {', '.join(PRECISIONS)}")
-        if isinstance(self.checkpoint, str) and self.checkpoint not in POLICIES:
-            raise InputError(f"checkpoint {self.checkpoint!r} is not one of {', '.join(POLICIES)} or a number")
+        if self.precision not in ("auto", *PRECISIONS):
+            raise InputError(f"precision {self.precision!r} is not one of auto, {', '.join(PRECISIONS)}")
+        if isinstance(self.checkpoint, str) and self.checkpoint not in ("auto", *POLICIES):
+            raise InputError(f"checkpoint {self.checkpoint!r} is not one of auto, {', '.join(POLICIES)} or a number")
+        if self.budget is not None:
+            try:
+                parse_bytes(self.budget)
+            except ValueError as error:
+                raise InputError(str(error)) from error
         if isinstance(self.micro_batch_size, str) and self.micro_batch_size != "auto":
             raise InputError(f"micro_batch_size {self.micro_batch_size!r} is neither a number nor auto")
         for name in COUNTS:
@@ -94,7 +100,8 @@ class TrainConfig:
         if self.min_lr > self.lr:
             raise InputError(f"min_lr {self.min_lr} is more than lr {self.lr}; give a smaller min_lr or a larger lr")
         if isinstance(self.micro_batch_size, int) and self.micro_batch_size > self.batch_size:
-            raise InputError(f"micro_batch_size {self.micro_batch_size} is more than batch_size {self.batch_size}")
+            most = self.batch_size
+            raise InputError(f"micro_batch_size {self.micro_batch_size} is more than batch_size; {most} is the most")
         if self.prefetch is not None and not self.loading_workers:
             raise InputError(f"prefetch {self.prefetch} needs processes that load ahead; give --workers 1 or more")
 

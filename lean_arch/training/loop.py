@@ -29,7 +29,10 @@ STEADY = 3  # the step of a process that is measured: the optimizer's state and 
 
 
 def train(config: TrainConfig, console: Console | None = None) -> dict:
-    """Trains as `config` says and returns what `summary.json` holds. Raises InputError before anything is written."""
+    """Trains as `config` says and returns what `summary.json` holds.
+
+    Raises InputError for what cannot be done, before anything is written, and when the loss stops being a number.
+    """
     console = console or Console()
     folder, found = choose_folder(config)
     recipe = prepare(config)

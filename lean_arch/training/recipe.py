@@ -13,15 +13,13 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import AutocastKwargs
 from torch import nn
 
-from lean_arch.memory import apply_checkpointing, parse_bytes
-from lean_arch.memory.plan import Plan, plan
+from lean_arch.memory import apply_checkpointing
+from lean_arch.memory.plan import PRECISIONS, Plan, plan
 from lean_arch.memory.trace import Forecast
 from lean_arch.training.config import InputError, TrainConfig
 from lean_arch.training.data import Data, one_line, open_data
 from lean_arch.training.optim import make_optimizer
 from lean_arch.training.step import Step, build_model
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclasses.dataclass
@@ -90,9 +88,8 @@ class Rehearsal:
         self.precision = precision
 
     def autocast(self):
-        return torch.autocast(
-            "cpu", DTYPES[self.precision] if self.precision != "fp32" else None, self.precision != "fp32", False
-        )
+        dtype = PRECISIONS[self.precision]
+        return torch.autocast("cpu", dtype, enabled=dtype is not None, cache_enabled=False)
 
     def no_sync(self, model):
         return contextlib.nullcontext()
@@ -101,10 +98,6 @@ class Rehearsal:
 def prepare(config: TrainConfig) -> Recipe:
     """Builds all that `config` asks for. Raises InputError, in one sentence, when something in it cannot be."""
     config.check()
-    try:
-        budget = parse_bytes(config.budget) if config.budget else None
-    except ValueError as error:
-        raise InputError(one_line(error)) from error
     device = PartialState().device
     precision = choose_precision(config.precision, device)
     AcceleratorState._reset_state()  # an earlier run of this process may have had another precision
@@ -121,7 +114,7 @@ def prepare(config: TrainConfig) -> Recipe:
         )
     model = build_model(config, data)
     recipe = Recipe(config, data, model, accelerator, precision)
-    best = choose(recipe, budget)
+    best = choose(recipe)
     recipe.micro_batch_size, recipe.checkpoint = best.micro_batch_size, best.checkpoint
     recipe.predicted = best.predicted
     apply_checkpointing(model, recipe.checkpoint)
@@ -143,17 +136,17 @@ def choose_precision(wanted: str, device: torch.device) -> str:
     return fast if wanted == "auto" else wanted
 
 
-def choose(recipe: Recipe, budget: int | None):
+def choose(recipe: Recipe):
     """The planner's recipe: micro_batch_size and checkpoint as given, or its choice if there is a budget to keep."""
     config = recipe.config
     micro, policy = config.micro_batch_size, config.checkpoint
     held = {}
-    if micro != "auto" or budget is None:
+    if micro != "auto" or config.budget is None:
         held["micro_batch_size"] = recipe.share if micro == "auto" else min(micro, recipe.share)
-    if policy != "auto" or budget is None:
+    if policy != "auto" or config.budget is None:
         held["checkpoint"] = "none" if policy == "auto" else policy
     try:
-        return planned(recipe, budget=budget, **held).best
+        return planned(recipe, budget=config.budget, **held).best
     except ValueError as error:  # the budget is too small, or the arch has fewer blocks than segments
         raise InputError(one_line(error).replace("policy=", "checkpoint ")) from error
     except (AssertionError, RuntimeError) as error:  # how models refuse a shape

@@ -28,6 +28,7 @@ from lean_arch.training.config import InputError, TrainConfig
         ({"lr": 1e-6}, ["min_lr", "lr"]),
         ({"drop_rate": 1.0}, ["drop_rate", "1.0"]),
         ({"workers": -1}, ["workers", "-1"]),
+        ({"budget": ""}, ["budget", "''", "4GiB"]),
         ({"prefetch": 2}, ["prefetch", "--workers"]),
     ],
 )
