@@ -53,7 +53,7 @@ def choose_folder(config: TrainConfig) -> tuple[pathlib.Path, list[pathlib.Path]
     if not config.resume:
         return state.free_folder(config.output, default, "config.yaml"), []
     taken = [default, *state.taken_folders(default, "config.yaml")]
-    folder = pathlib.Path(config.output) if config.output else taken[-1]
+    folder = state.named_folder(config.output) if config.output else taken[-1]
     return folder, state.checkpoints(folder)
 
 

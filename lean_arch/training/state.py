@@ -4,11 +4,13 @@ checkpoints/step_000012/ holds model.safetensors, optimizer.safetensors and stat
 states, configuration). Tensors are safetensors, the rest is JSON: nothing here can run code when it is read.
 """
 
+import contextlib
 import json
 import os
 import pathlib
 import random
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,14 +26,19 @@ from lean_arch.training.config import InputError
 KEPT = 2  # checkpoints
 
 
-def write_whole(path: pathlib.Path, content: bytes | str) -> None:
-    """Writes `content` to `path` so that a crash leaves the old file or the new one, never a part."""
+@contextlib.contextmanager
+def whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Gives a file to write that then becomes `path`: a crash leaves the old file or the new one, never a part."""
     part = path.with_name(f".{path.name}.part")
-    with open(part, "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
+    yield part
+    with open(part, "r+b") as file:
         os.fsync(file.fileno())
     os.replace(part, path)
+
+
+def write_whole(path: pathlib.Path, content: bytes | str) -> None:
+    with whole(path) as part:
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
@@ -49,11 +56,8 @@ def write_tensors(path: pathlib.Path, tensors: dict[str, torch.Tensor], metadata
         tensor, address = tensor.detach().contiguous(), tensor.untyped_storage().data_ptr()
         apart[name] = tensor.clone() if address in seen else tensor
         seen.add(address)
-    part = path.with_name(f".{path.name}.part")
-    safetensors.torch.save_file(apart, part, metadata)
-    with open(part, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    with whole(path) as part:
+        safetensors.torch.save_file(apart, part, metadata)
 
 
 def taken_folders(base: pathlib.Path, mark: str) -> list[pathlib.Path]:
@@ -72,11 +76,18 @@ def free_folder(output: str | None, default: pathlib.Path, mark: str) -> pathlib
         taken = taken_folders(default, mark)
         last = taken[-1].name.removeprefix(default.name).lstrip("-") if taken else "0"
         return default.with_name(f"{default.name}-{int(last or 1) + 1}") if taken else default
-    folder = pathlib.Path(output)
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"output {output!r} is a file; name a folder")
+    folder = named_folder(output)
     if (folder / mark).exists():
         raise InputError(f"output {output!r} already holds a run; --resume goes on with it, or name another folder")
+    return folder
+
+
+def named_folder(output: str) -> pathlib.Path:
+    """Raises InputError when `output` is a file, or inside one."""
+    folder = pathlib.Path(output)
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise InputError(f"output {output!r} cannot be a folder, for {there} is a file; name another")
     return folder
 
 

@@ -106,6 +106,12 @@ def test_resuming_where_nothing_is_starts_anew(tmp_path, capsys):
     assert len(losses(tmp_path)) == 1
 
 
+def test_resuming_in_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="file' cannot be a folder"):
+        run(tmp_path / "file", resume=True)
+
+
 def test_a_complete_run_is_left_alone(tmp_path):
     summary = run(tmp_path, max_steps=2)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}

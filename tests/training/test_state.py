@@ -1,7 +1,6 @@
 """Files on disk: whole or not there, and a state that comes back to the bit."""
 
 import os
-import pathlib
 import random
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 import timm
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 
 from lean_arch.training import state
 from lean_arch.training.config import InputError, TrainConfig
@@ -92,8 +92,6 @@ def test_tied_weights_are_written(tmp_path):
     layer = torch.nn.Linear(3, 3)
     tied = torch.nn.ModuleDict({"a": layer, "b": layer})
     state.write_tensors(tmp_path / "model.safetensors", tied.state_dict())
-    from safetensors.torch import load_file
-
     assert torch.equal(load_file(tmp_path / "model.safetensors")["b.weight"], layer.weight)
 
 
@@ -121,8 +119,12 @@ def test_folders_are_numbered_and_never_shared(tmp_path):
         state.free_folder(str(tmp_path / "vit-2"), base, "mark")
     (tmp_path / "empty").mkdir()
     assert state.free_folder(str(tmp_path / "empty"), base, "mark") == tmp_path / "empty"
+    (tmp_path / "file").touch()
+    for place in ("file", "file/inside"):
+        with pytest.raises(InputError, match=f"{place}.* is a file"):
+            state.free_folder(str(tmp_path / place), base, "mark")
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path):
     with pytest.raises(InputError, match="step_000004"):
-        state.read_facts(pathlib.Path(tmp_path / "step_000004"))
+        state.read_facts(tmp_path / "step_000004")
