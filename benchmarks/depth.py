@@ -11,15 +11,8 @@ import argparse
 import torch
 
 import lean_arch
-from benchmarks.memory import make_step
+from benchmarks.memory import DTYPES, make_step, step_bytes
 from benchmarks.table import write_rows
-from lean_arch.memory import measure
-
-
-def step_bytes(model, step, images, labels):
-    step()
-    held = sum(t.nbytes for t in (*model.parameters(), *(p.grad for p in model.parameters()), images, labels))
-    return measure(step, model, images, labels).peak_bytes - held
 
 
 def compare(depth, batch_size, img_size, precision):
@@ -35,7 +28,7 @@ def compare(depth, batch_size, img_size, precision):
         torch.manual_seed(1)
         step()
         gradients.append([p.grad.clone() for p in model.parameters()])
-        nbytes.append(step_bytes(model, step, images, labels))
+        nbytes.append(step_bytes(step, model, images, labels))
     same = sum(torch.equal(a, b) for a, b in zip(*gradients))
     return {
         "depth": depth,
@@ -54,7 +47,7 @@ def main():
     parser.add_argument("--depths", type=int, nargs="+", default=[12, 24, 48, 96])
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--img_size", type=int, default=64)
-    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--precision", choices=DTYPES, default="bf16")
     parser.add_argument("--csv", help="default: a name made of machine, torch and date, under benchmarks/results/")
     args = parser.parse_args()
     rows = [compare(depth, args.batch_size, args.img_size, args.precision) for depth in args.depths]

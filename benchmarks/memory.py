@@ -7,6 +7,8 @@ allocator's own events. Seconds: medians of rounds in which the variants take tu
 """
 
 import argparse
+import fnmatch
+import itertools
 import statistics
 import time
 
@@ -37,6 +39,14 @@ def make_step(model, images, labels, precision):
     return step
 
 
+def step_bytes(step, model, images, labels):
+    """The most that `step` holds above weights, gradients and batch."""
+    step()  # gradients exist from here on
+    gradients = [p.grad for p in model.parameters()]
+    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *gradients, images, labels))
+    return measure(step, model, images, labels).peak_bytes - held
+
+
 def variants(arch, **options):
     """name -> model in training mode."""
     twin = TWINS[arch]
@@ -56,10 +66,7 @@ def compare(arch, batch_size, img_size, precision, rounds, device):
     steps, held_bytes, seconds = {}, {}, {name: [] for name in models}
     for name, model in models.items():
         steps[name] = make_step(model.to(device), images, labels, precision)
-        steps[name]()  # gradients exist from here on
-        report = measure(steps[name], model, images, labels)
-        held = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), images, labels))
-        held_bytes[name] = report.peak_bytes - held - sum(p.grad.nbytes for p in model.parameters())
+        held_bytes[name] = step_bytes(steps[name], model, images, labels)
     for _ in range(rounds):
         for name, step in steps.items():
             start = time.perf_counter()
@@ -91,16 +98,14 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--csv", help="default: a name made of machine, torch and date, under benchmarks/results/")
     args = parser.parse_args()
-    rows = []
-    for arch in lean_arch.list_models(args.arch):
-        if arch not in TWINS:
-            continue
-        for precision in args.precision:
-            rows += compare(arch, args.batch_size, args.img_size, precision, args.rounds, args.device)
-            for row in rows[-4:]:
-                print(row)
-    if not rows:
+    archs = fnmatch.filter(TWINS, args.arch)
+    if not archs:
         parser.error(f"arch {args.arch!r} matches none of {', '.join(TWINS)}")
+    rows = []
+    for arch, precision in itertools.product(archs, args.precision):
+        for row in compare(arch, args.batch_size, args.img_size, precision, args.rounds, args.device):
+            print(row)
+            rows.append(row)
     write_rows("memory", rows, args.csv)
 
 
