@@ -43,7 +43,7 @@ def test_tables_are_those_of_the_result_files():
 
 
 def test_tree_names_what_exists():
-    for name in re.findall(r"^  ?(\S+)", block("The tree")[0], flags=re.MULTILINE):
+    for name in re.findall(r"^ *(\S+)", block("The tree")[0], flags=re.MULTILINE):
         assert (ROOT / name).exists() or (ROOT / "lean_arch" / name).exists(), name
 
 
