@@ -10,12 +10,14 @@ do: they return bit for bit at any depth, under any autocast. f and g see them a
 Shapes: both streams (B, ...), alike; f and g map (B, ...) to (B, ...).
 """
 
+import contextlib
 import warnings
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
+from lean_arch.ops.linear import rowwise_linears
 from lean_arch.ops.replay import Replay, autocast_as_now, frozen_statistics
 
 # 18 fractional bits: 4e-6, finer than bf16 and fp16 arithmetic, and than LayerScale's usual start of 1e-5
@@ -164,6 +166,7 @@ class _Stored:
         self.chunks = max(min(stack.chunks, x.numel() // stack.least_chunk), 1)
         self.dtype = x.dtype  # what f and g are given and the caller gets
         self.wide = torch.promote_types(x.dtype, torch.float32) if self.exact else x.dtype  # what streams are
+        self.share_casts = False  # autograd would add up the parts' gradients of a weight in 16 bits
         self.autocast = autocast_as_now(x.device)
         self.fixed = None  # both streams where the pass has come to
         self.handed = None  # the storages of the floating-point ones
@@ -181,13 +184,22 @@ class _Stored:
     def half_step(self, f: nn.Module, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """(a, b) -> (b, a + f(b))."""
         self.check_handed(a, b)
-        with self.autocast():
+        with self.surroundings():
             parts = [self.call(f, part) for part in b.chunk(self.chunks)]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         if not self.exact:
             return self._hand_on(b, a + out)
         y = self.add(out.detach())
         return self._hand_on(b, _Value.apply(y, a, out))
+
+    @contextlib.contextmanager
+    def surroundings(self):
+        """What f and g run in, the first time and again."""
+        try:
+            with self.autocast(), rowwise_linears(self.share_casts):
+                yield
+        finally:
+            torch.clear_autocast_cache()
 
     def leave(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         if self.exact:
@@ -257,8 +269,8 @@ class _Rebuilt(_Stored):
 
     def __init__(self, stack: ReversibleSequence, x: Tensor):
         super().__init__(stack, x)
-        # One 16-bit copy of each weight serves all parts of a half-step.
-        self.autocast = autocast_as_now(x.device, cache=self.chunks > 1)
+        self.share_casts = self.chunks > 1  # one 16-bit copy of a weight serves all parts of a half-step
+        self.autocast = autocast_as_now(x.device, cache=self.share_casts)
         self.borrowed = 0  # how many of the streams a second backward may ask for again
 
     def half_step(self, f: nn.Module, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,15 +290,12 @@ class _HalfStep(torch.autograd.Function):
         ctx.run, ctx.f = run, f
         ctx.save_for_backward(*params)  # autograd then refuses weights that changed since
         ctx.replays, parts = [], []
-        try:
+        with run.surroundings():
             for part in b.chunk(run.chunks):
                 replay = Replay(b.device)
-                with run.autocast():
-                    parts.append(run.call(f, part))
+                parts.append(run.call(f, part))
                 replay.settle()
                 ctx.replays.append(replay)
-        finally:
-            torch.clear_autocast_cache()
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return b, run.add(out)
 
@@ -302,22 +311,21 @@ class _HalfStep(torch.autograd.Function):
         names = [name for name, p in f.named_parameters() if p.requires_grad]
         stand_ins = {name: p.detach().requires_grad_() for name, p in zip(names, params, strict=True)}
         parts = list(zip(*(t.chunk(run.chunks) for t in (b, y, a, grad_b, grad_y, grad_in if needs_b else b))))
-        try:
+        with run.surroundings():
             # Last part first: the order in which autograd would add up the parts' gradients.
             for replay, (part_b, part_y, part_a, part_gb, part_gy, part_gi) in zip(ctx.replays[::-1], parts[::-1]):
                 x = run.value(part_b).detach().to(run.dtype).requires_grad_(needs_b)
-                with replay.again(), run.autocast(), frozen_statistics(f), torch.enable_grad():
+                with replay.again(), frozen_statistics(f), torch.enable_grad():
                     out = torch.func.functional_call(f, stand_ins, (x,))
                 torch.sub(part_y, run.fix(out), out=part_a)
                 if out.requires_grad:
                     inputs = [x, *stand_ins.values()] if needs_b else list(stand_ins.values())
                     _refuse_other_leaves(f, out, inputs)
-                    torch.autograd.backward(out, part_gy.to(out.dtype), inputs=inputs)
+                    with torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False):
+                        torch.autograd.backward(out, part_gy.to(out.dtype), inputs=inputs)
                 if needs_b:
                     torch.add(part_gb, 0 if x.grad is None else x.grad, out=part_gi)
                 del out, x
-        finally:
-            torch.clear_autocast_cache()
         run.borrowed = max(run.borrowed - 1, 0)
         run.fixed = (a, b) if any(ctx.needs_input_grad[2:4]) else None
         return None, None, grad_y, grad_in, *(p.grad for p in stand_ins.values())
