@@ -93,6 +93,8 @@ class Run:
 
     def carry_out(self) -> dict:
         if self.step >= self.last:
+            if not (self.folder / "summary.json").exists():
+                raise InputError(f"stop_after {self.last} is no later than step {self.step}, where {self.folder} is")
             self.console.print(f"nothing left to do: {self.folder} is at step {self.step} of {self.total}")
             return state.read_json(self.folder / "summary.json")
         main = self.accelerator.is_main_process

@@ -149,9 +149,16 @@ def save_checkpoint(
 
 def read_facts(checkpoint: pathlib.Path) -> dict:
     """What `save_checkpoint` put into state.json. Raises InputError when it cannot be read."""
-    try:
+    with refusing_damage(checkpoint):
         return read_json(checkpoint / "state.json")
-    except (OSError, ValueError) as error:
+
+
+@contextlib.contextmanager
+def refusing_damage(checkpoint: pathlib.Path) -> Iterator[None]:
+    """Within, whatever a file of `checkpoint` fails with ends in an InputError that names the folder."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, IndexError, TypeError, RuntimeError, safetensors.SafetensorError) as error:
         raise InputError(
             f"resume cannot read {checkpoint}; without that folder it goes on from the one before"
         ) from error
@@ -160,15 +167,19 @@ def read_facts(checkpoint: pathlib.Path) -> dict:
 def load_checkpoint(
     checkpoint: pathlib.Path, state: dict, model: nn.Module, optimizer: Optimizer, accelerator: Accelerator
 ) -> None:
-    """Puts everything back as it was when `checkpoint` was written, in place. `state` is its `read_facts`."""
-    model.load_state_dict(safetensors.torch.load_file(checkpoint / "model.safetensors"))
-    with safetensors.safe_open(checkpoint / "optimizer.safetensors", "pt") as file:
-        devices = file.metadata() or {}
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    join_optimizer(optimizer, tensors, devices, state["optimizer"])
-    if accelerator.scaler:
-        accelerator.scaler.load_state_dict(state["scaler"])
-    set_random_states(state["random"][accelerator.process_index])
+    """Puts everything back as it was when `checkpoint` was written, in place. `state` is its `read_facts`.
+
+    Raises InputError when a file is damaged or not of this run's model.
+    """
+    with refusing_damage(checkpoint):
+        model.load_state_dict(safetensors.torch.load_file(checkpoint / "model.safetensors"))
+        with safetensors.safe_open(checkpoint / "optimizer.safetensors", "pt") as file:
+            devices = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        join_optimizer(optimizer, tensors, devices, state["optimizer"])
+        if accelerator.scaler:
+            accelerator.scaler.load_state_dict(state["scaler"])
+        set_random_states(state["random"][accelerator.process_index])
 
 
 def split_optimizer(optimizer: Optimizer) -> tuple[dict[str, torch.Tensor], dict]:

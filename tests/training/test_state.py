@@ -125,6 +125,18 @@ def test_folders_are_numbered_and_never_shared(tmp_path):
             state.free_folder(str(tmp_path / place), base, "mark")
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path):
-    with pytest.raises(InputError, match="step_000004"):
-        state.read_facts(tmp_path / "step_000004")
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+@pytest.mark.parametrize("damage", ["missing", "short", "foreign"])
+def test_a_damaged_checkpoint_is_named(tmp_path, name, damage):
+    accelerator = Accelerator()
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    state.save_checkpoint(tmp_path, 4, model, optimizer, accelerator, {"config": {}})
+    (checkpoint,) = state.checkpoints(tmp_path)
+    file = checkpoint / name
+    content = {"missing": None, "short": file.read_bytes()[:-9], "foreign": b"{}"}[damage]
+    file.unlink() if content is None else file.write_bytes(content)
+    with pytest.raises(InputError, match="step_000004; without that folder it goes on from the one before"):
+        state.load_checkpoint(checkpoint, state.read_facts(checkpoint), model, optimizer, accelerator)
