@@ -8,7 +8,9 @@ import sys
 import typing
 
 import jsonargparse
+import yaml
 from rich.console import Console
+from safetensors import SafetensorError
 
 import lean_arch
 from lean_arch.training import report
@@ -52,7 +54,10 @@ def list_zoo(arguments: list[str]) -> int:
 
 
 def train(arguments: list[str]) -> int:
-    """What `train.py` and `lean-arch train` do. Returns the exit status: 0, 2 for bad input, 130 if interrupted."""
+    """What `train.py` and `lean-arch train` do.
+
+    Returns the exit status: 0, 2 for bad input, 1 for files that cannot be read or written, 130 if interrupted.
+    """
     try:
         config = parse(arguments)
         config.check()
@@ -65,6 +70,10 @@ def train(arguments: list[str]) -> int:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except (OSError, SafetensorError) as error:
+        said = " ".join(str(error).split())
+        print(f"error: {said}; what was written before stays, and --resume goes on from there", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted; the same command with --resume goes on from the last checkpoint", file=sys.stderr)
         return 130
@@ -99,6 +108,10 @@ def parse(arguments: list[str]) -> TrainConfig:
         values = parser.parse_args(normal_form(arguments)).as_dict()
     except jsonargparse.ArgumentError as error:
         raise InputError(one_sentence(str(error))) from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(
+            f"config is not a YAML file ({' '.join(str(error).split())}); one option a line works"
+        ) from error
     values.pop("config")
     return TrainConfig(**values)
 

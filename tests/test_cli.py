@@ -132,3 +132,31 @@ def test_every_recipe_parses_and_opens_with_its_command():
     for path in recipes:
         assert path.read_text().startswith(f"# python train.py --config configs/{path.name}")
         cli.parse(["--config", str(path)]).check()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\xda\xff\x00", ["config", "YAML"]),
+        (b"arch: lean_vit\ndata:\n", ["data has no value", "digits"]),
+        (b"arch: lean_vit\nseed: 4294967296\n", ["seed 4294967296", "below"]),
+    ],
+)
+def test_a_corrupt_recipe_is_one_sentence(tmp_path, capsys, content, words):
+    (tmp_path / "recipe.yaml").write_bytes(content)
+    assert cli.train(["--config", str(tmp_path / "recipe.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert all(word in said for word in words)
+
+
+def test_a_disk_that_takes_no_more_is_one_sentence(monkeypatch, capsys):
+    def full(config):
+        raise OSError(28, "No space left on device", "runs/x/model.safetensors")
+
+    monkeypatch.setattr(cli, "run_training", full)
+    assert cli.train(["--arch", "lean_vit"]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "No space left on device" in said
+    assert "--resume" in said

@@ -63,6 +63,9 @@ class TrainConfig:
     dry_run: bool = option(False, "say what would be run and what memory it takes, write nothing")
 
     def check(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) is None and field.default is not None:
+                raise InputError(f"{field.name} has no value; leave it out for {field.default!r}, its default")
         if self.arch is None and not self.compare:
             raise InputError("arch is missing; name one, for example --arch lean_vit")
         if self.arch is not None and self.compare:
@@ -97,6 +100,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
                 raise InputError(f"{name} {value} is out of range; it is a share, 0 or more and below 1")
+        if self.seed >= 2**32:
+            raise InputError(f"seed {self.seed} is out of range; it is below {2**32}")
         if self.min_lr > self.lr:
             raise InputError(f"min_lr {self.min_lr} is more than lr {self.lr}; give a smaller min_lr or a larger lr")
         if isinstance(self.micro_batch_size, int) and self.micro_batch_size > self.batch_size:

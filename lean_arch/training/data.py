@@ -124,7 +124,7 @@ def open_data(config: TrainConfig) -> Data:
     return Data(
         Images(train, create_transform(**looks, is_training=True), config.seed),
         Images(val, create_transform(**looks, is_training=False, crop_pct=recipe["crop_pct"]), config.seed),
-        config.num_classes or count_classes(train, config.data),
+        count_classes(train, config.data, config.num_classes),
         3,
         recipe["input_size"][-1],
     )
@@ -167,15 +167,18 @@ def open_timm(name: str, root: str) -> tuple[Dataset, Dataset]:
     return train, val
 
 
-def count_classes(dataset: Dataset, name: str) -> int:
+def count_classes(dataset: Dataset, name: str, wanted: int | None) -> int:
+    """How many classes a model needs: `wanted`, or else those of the dataset. Raises InputError for too few."""
     reader = getattr(dataset, "reader", dataset)
     features = getattr(getattr(reader, "dataset", None), "features", {})
     names = getattr(reader, "class_to_idx", None) or getattr(reader, "classes", None)
     if not names and "label" in features:
         names = features["label"].names
-    if not names:
+    if not names and wanted is None:
         raise InputError(f"num_classes is missing; {name} does not say how many it has, give --num_classes N")
-    return len(names)
+    if names and wanted is not None and wanted < len(names):
+        raise InputError(f"num_classes {wanted} is too small; {name} has {len(names)}")
+    return wanted or len(names)
 
 
 class Batches(Sampler):

@@ -81,14 +81,16 @@ class Run:
 
     def resume(self, checkpoint: pathlib.Path) -> None:
         facts = state.read_facts(checkpoint)
-        for name in CURVE:
-            then, now = facts["config"][name], getattr(self.config, name)
+        with state.refusing_damage(checkpoint):
+            was, done = {name: facts["config"][name] for name in CURVE}, int(facts["step"])
+        for name, then in was.items():
+            now = getattr(self.config, name)
             if then != now:
                 raise InputError(
                     f"{name} {now} cannot go on with the run in {self.folder}, which has {then}; give {then}"
                 )
         state.load_checkpoint(checkpoint, facts, self.raw_model, self.optimizer, self.accelerator)
-        self.step = self.first = facts["step"]
+        self.step = self.first = done
         self.console.print(f"going on after step {self.step} of {self.total}")
 
     def carry_out(self) -> dict:

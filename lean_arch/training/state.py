@@ -101,7 +101,7 @@ class Metrics:
 
     def __enter__(self):
         if self.writes:
-            rows = self.path.read_text().splitlines()[1 : self.done + 1] if self.done else []
+            rows = self._rows_before() if self.done else []
             write_whole(self.path, "\n".join([",".join(self.COLUMNS), *rows]) + "\n")
             self.file = open(self.path, "a", buffering=1)  # a line at a time
         return self
@@ -109,6 +109,15 @@ class Metrics:
     def __exit__(self, *exception):
         if self.writes:
             self.file.close()
+
+    def _rows_before(self) -> list[str]:
+        try:
+            rows = self.path.read_text().splitlines()[1 : self.done + 1]
+        except (OSError, ValueError):
+            rows = []
+        if len(rows) < self.done or any(not row.startswith(f"{n},") for n, row in enumerate(rows, start=1)):
+            raise InputError(f"resume needs the first {self.done} rows of {self.path}; put that file back")
+        return rows
 
     def add(self, *row: float) -> None:
         if self.writes:
@@ -183,7 +192,7 @@ def load_checkpoint(
 
 
 def split_optimizer(optimizer: Optimizer) -> tuple[dict[str, torch.Tensor], dict]:
-    """(state tensors by "parameter number.name", all else that JSON can hold)."""
+    """(state tensors by "parameter number.name" and "group.number.name", all else, which JSON can hold)."""
     tensors, others = {}, {}
     for number, values in optimizer.state_dict()["state"].items():
         for name, value in values.items():
@@ -191,7 +200,10 @@ def split_optimizer(optimizer: Optimizer) -> tuple[dict[str, torch.Tensor], dict
                 tensors[f"{number}.{name}"] = value
             else:
                 others[f"{number}.{name}"] = value
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        tensors |= {f"group.{number}.{k}": v for k, v in group.items() if isinstance(v, torch.Tensor)}
+        groups.append({k: v for k, v in group.items() if k != "params" and not isinstance(v, torch.Tensor)})
     return tensors, {"others": others, "groups": groups}
 
 
@@ -199,6 +211,10 @@ def join_optimizer(optimizer: Optimizer, tensors: dict, devices: dict[str, str],
     """The inverse of `split_optimizer`, into a fresh optimizer. The state keeps its dtypes to the bit."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for key, value in (tensors | rest["others"]).items():
+        if key.startswith("group."):  # a counter that LAMB keeps for all its parameters
+            _, number, name = key.split(".")
+            optimizer.param_groups[int(number)][name] = value
+            continue
         number, _, name = key.partition(".")
         parameter = parameters[int(number)]
         if key in tensors and devices[key] != "cpu":  # some state, as Adam's step, lives on the CPU beside a GPU
