@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lean_arch.ops.linear import rowwise_linears
-from lean_arch.ops.replay import Replay, autocast_as_now, frozen_statistics
+from lean_arch.ops.replay import Replay, autocast_as_now, module_twin
 
 # 18 fractional bits: 4e-6, finer than bf16 and fp16 arithmetic, and than LayerScale's usual start of 1e-5
 FIXED_POINT = {torch.float32: (torch.int32, 18), torch.float64: (torch.int64, 44)}
@@ -65,7 +65,8 @@ class ReversibleSequence(nn.ModuleList):
 
     `reversible` (True) may be switched off: same arithmetic, activations stored by autograd, no replay.
 
-    Dropout, autocast and BatchNorm statistics are replayed as they were. Second derivatives through a reversible
+    Dropout, autocast and BatchNorm statistics are replayed as they were; f and g may change no other state of their
+    own (as legacy spectral_norm does), nor their input. Second derivatives through a reversible
     run raise RuntimeError. `state_dict` keys are `0.f...`, `0.g...`, `1.f...`.
     """
 
@@ -214,7 +215,11 @@ class _Stored:
         return a.to(self.dtype), b.to(self.dtype)
 
     def call(self, f: nn.Module, part: Tensor) -> Tensor:
-        out = f(part.to(self.dtype))
+        x = part.to(self.dtype)
+        before = None if x.is_inference() else x._version
+        out = f(x)
+        if before is not None and x._version != before:
+            raise RuntimeError(f"{type(f).__name__} changes its input in place, which a reversible layer must not")
         if out.shape != part.shape:
             raise ValueError(
                 f"{type(f).__name__} must keep the shape of its input in a reversible layer, "
@@ -308,18 +313,19 @@ class _HalfStep(torch.autograd.Function):
         a = torch.empty_like(y) if run.borrowed else y
         grad_in = torch.empty_like(grad_b) if needs_b else None
         # The replay runs on stand-ins of the parameters: hooks of the real ones see only the finished gradient.
-        names = [name for name, p in f.named_parameters() if p.requires_grad]
-        stand_ins = {name: p.detach().requires_grad_() for name, p in zip(names, params, strict=True)}
+        real = [p for p in f.parameters() if p.requires_grad]
+        stand_ins = [p.detach().requires_grad_() for p in params]
+        twin = module_twin(f, dict(zip(real, stand_ins, strict=True)))
         parts = list(zip(*(t.chunk(run.chunks) for t in (b, y, a, grad_b, grad_y, grad_in if needs_b else b))))
         with run.surroundings():
             # Last part first: the order in which autograd would add up the parts' gradients.
             for replay, (part_b, part_y, part_a, part_gb, part_gy, part_gi) in zip(ctx.replays[::-1], parts[::-1]):
                 x = run.value(part_b).detach().to(run.dtype).requires_grad_(needs_b)
-                with replay.again(), frozen_statistics(f), torch.enable_grad():
-                    out = torch.func.functional_call(f, stand_ins, (x,))
+                with replay.again(), torch.enable_grad():
+                    out = twin(x)
                 torch.sub(part_y, run.fix(out), out=part_a)
                 if out.requires_grad:
-                    inputs = [x, *stand_ins.values()] if needs_b else list(stand_ins.values())
+                    inputs = [x, *stand_ins] if needs_b else stand_ins
                     _refuse_other_leaves(f, out, inputs)
                     with torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False):
                         torch.autograd.backward(out, part_gy.to(out.dtype), inputs=inputs)
@@ -328,7 +334,7 @@ class _HalfStep(torch.autograd.Function):
                 del out, x
         run.borrowed = max(run.borrowed - 1, 0)
         run.fixed = (a, b) if any(ctx.needs_input_grad[2:4]) else None
-        return None, None, grad_y, grad_in, *(p.grad for p in stand_ins.values())
+        return None, None, grad_y, grad_in, *(p.grad for p in stand_ins)
 
 
 class _KeepStreams(torch.autograd.Function):

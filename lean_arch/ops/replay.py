@@ -67,17 +67,23 @@ def _same(state: torch.Tensor, other: torch.Tensor) -> bool:
         return torch.equal(state, other)
 
 
-@contextlib.contextmanager
-def frozen_statistics(module: nn.Module):
-    """Within, the training BatchNorm layers of `module` normalise as before but leave their running statistics."""
-    layers = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
-    layers = [(m, m.momentum) for m in layers if m.training and m.track_running_stats]
-    for layer, _ in layers:
-        layer.track_running_stats = False
-        layer.momentum = 0.0  # InstanceNorm updates by momentum alone
-    try:
-        yield
-    finally:
-        for layer, momentum in layers:
-            layer.track_running_stats = True
-            layer.momentum = momentum
+def module_twin(module: nn.Module, parameters: dict[nn.Parameter, torch.Tensor]) -> nn.Module:
+    """A module that computes as `module` does, with other `parameters`, and leaves it as it is.
+
+    It shares all else, but BatchNorm updates running statistics of its own, which go with it.
+    """
+    twins = {}
+
+    def twin_of(original):
+        if original not in twins:
+            twin = twins[original] = object.__new__(type(original))
+            twin.__dict__.update(original.__dict__)
+            twin._parameters = {name: parameters.get(p, p) for name, p in original._parameters.items()}
+            if "_flat_weights" in twin.__dict__:  # of recurrent layers
+                twin._flat_weights = [parameters.get(p, p) for p in original._flat_weights]
+            if isinstance(original, nn.modules.batchnorm._NormBase) and original.training:
+                twin._buffers = {name: None if b is None else b.clone() for name, b in original._buffers.items()}
+            twin._modules = {name: None if m is None else twin_of(m) for name, m in original._modules.items()}
+        return twins[original]
+
+    return twin_of(module)

@@ -70,6 +70,9 @@ class TrainConfig:
             raise InputError("arch is missing; name one, for example --arch lean_vit")
         if self.arch is not None and self.compare:
             raise InputError(f"arch {self.arch!r} cannot be given beside --compare, which names its archs itself")
+        for name in ("dry_run", "resume", "stop_after"):
+            if self.compare and getattr(self, name):
+                raise InputError(f"{name} does not go with --compare, whose runs start anew and end; leave it out")
         if self.compare is not None and len(set(self.compare)) != max(len(self.compare), 2):
             raise InputError(f"compare {' '.join(self.compare)!r} needs two or more different archs")
         kind, _, place = self.data.partition(":")

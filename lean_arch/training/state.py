@@ -126,7 +126,7 @@ class Metrics:
 
 def checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
     """The complete checkpoints of the run in `folder`, oldest first."""
-    return sorted((folder / "checkpoints").glob("step_*"))
+    return sorted((folder / "checkpoints").glob("step_[0-9]*"))
 
 
 def save_checkpoint(

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -329,6 +330,31 @@ def test_export_and_script_give_the_same_values():
     for exact in (True, False):
         model = ReversibleSequence([(feed_forward(), feed_forward())], exact=exact).eval()
         assert all(torch.equal(a, b) for a, b in zip(torch.jit.script(model)((x, x)), model((x, x))))
+
+
+def test_threads_may_run_the_same_stack():
+    model = stack(p=0.0).eval()
+    x = torch.randn(2, 3, 8)
+    params = list(model.parameters())
+
+    def gradients(_=None):
+        y1, y2 = model((x, x))
+        return torch.autograd.grad((y1 * y2).sum(), params)
+
+    want = gradients()
+    with ThreadPoolExecutor(4) as pool:
+        for got in pool.map(gradients, range(20)):
+            assert all(torch.equal(a, b) for a, b in zip(got, want))
+    assert all(a is b for a, b in zip(model.parameters(), params))
+
+
+def test_changing_the_input_in_place_is_refused():
+    model = ReversibleSequence([(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8)), nn.Identity())])
+    x = torch.randn(2, 8, requires_grad=True)
+    with pytest.raises(RuntimeError, match="Sequential changes its input in place"):
+        model((x, x))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="Sequential changes its input in place"):
+        model((x, x))
 
 
 def test_out_of_range_is_nan_with_a_warning():
