@@ -104,9 +104,9 @@ def main():
     rows = []
     for arch, precision in itertools.product(archs, args.precision):
         for row in compare(arch, args.batch_size, args.img_size, precision, args.rounds, args.device):
-            print(row)
+            print(row, flush=True)
             rows.append(row)
-    write_rows("memory", rows, args.csv)
+        write_rows("memory", rows, args.csv)  # what is measured stays, should a later one run out of memory
 
 
 if __name__ == "__main__":
