@@ -73,7 +73,7 @@ def rendered(text: str) -> str:
         name, rows = newest(question)
         where = f"Measured on {rows[0]['machine']}, torch {rows[0]['torch']}, {rows[0]['date']}: "
         source = f"{where}[{name}](benchmarks/results/{name}), by `python -m benchmarks.{question.replace('-', '_')}`."
-        block = f"<!-- table {question} -->\n{render(rows)}\n{source}\n<!-- end -->"
+        block = f"<!-- table {question} -->\n{render(rows)}\n\n{source}\n<!-- end -->"
         places = re.findall(rf"<!-- table {question} -->.*?<!-- end -->", text, flags=re.DOTALL)
         if len(places) != 1:
             raise SystemExit(f"README.md has {len(places)} places for the table {question!r}; it needs one")
