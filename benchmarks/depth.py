@@ -44,8 +44,8 @@ def compare(depth, batch_size, img_size, precision):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--depths", type=int, nargs="+", default=[12, 24, 48, 96])
-    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--depths", type=int, nargs="+", default=[12, 48, 96])
+    parser.add_argument("--batch_size", type=int, default=2)
     parser.add_argument("--img_size", type=int, default=64)
     parser.add_argument("--precision", choices=DTYPES, default="bf16")
     parser.add_argument("--csv", help="default: a name made of machine, torch and date, under benchmarks/results/")

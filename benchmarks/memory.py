@@ -90,11 +90,11 @@ def compare(arch, batch_size, img_size, precision, rounds, device):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", default="lean_vit_*", help="shell pattern")
+    parser.add_argument("--arch", default="lean_vit_small", help="shell pattern")
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--img_size", type=int, default=224)
-    parser.add_argument("--precision", choices=DTYPES, nargs="+", default=["bf16"])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--precision", choices=DTYPES, nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--csv", help="default: a name made of machine, torch and date, under benchmarks/results/")
     args = parser.parse_args()
