@@ -72,18 +72,17 @@ def module_twin(module: nn.Module, parameters: dict[nn.Parameter, torch.Tensor])
 
     It shares all else, but BatchNorm updates running statistics of its own, which go with it.
     """
-    twins = {}
+    return _twin(module, parameters, {})
 
-    def twin_of(original):
-        if original not in twins:
-            twin = twins[original] = object.__new__(type(original))
-            twin.__dict__.update(original.__dict__)
-            twin._parameters = {name: parameters.get(p, p) for name, p in original._parameters.items()}
-            if "_flat_weights" in twin.__dict__:  # of recurrent layers
-                twin._flat_weights = [parameters.get(p, p) for p in original._flat_weights]
-            if isinstance(original, nn.modules.batchnorm._NormBase) and original.training:
-                twin._buffers = {name: None if b is None else b.clone() for name, b in original._buffers.items()}
-            twin._modules = {name: None if m is None else twin_of(m) for name, m in original._modules.items()}
-        return twins[original]
 
-    return twin_of(module)
+def _twin(original, parameters, twins):  # no closure over itself, which would outlive the call with all gradients
+    if original not in twins:
+        twin = twins[original] = object.__new__(type(original))
+        twin.__dict__.update(original.__dict__)
+        twin._parameters = {name: parameters.get(p, p) for name, p in original._parameters.items()}
+        if "_flat_weights" in twin.__dict__:  # of recurrent layers
+            twin._flat_weights = [parameters.get(p, p) for p in original._flat_weights]
+        if isinstance(original, nn.modules.batchnorm._NormBase) and original.training:
+            twin._buffers = {name: None if b is None else b.clone() for name, b in original._buffers.items()}
+        twin._modules = {n: None if m is None else _twin(m, parameters, twins) for n, m in original._modules.items()}
+    return twins[original]
