@@ -45,6 +45,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def list_zoo(arguments: list[str]) -> int:
     pattern = arguments[0] if arguments else "*"
+    if pattern in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
     names = lean_arch.list_models(pattern)
     if not names:
         print(f"pattern {pattern!r} matches none of the zoo; lean_* matches all of it", file=sys.stderr)
@@ -60,8 +63,7 @@ def train(arguments: list[str]) -> int:
     """
     try:
         config = parse(arguments)
-        config.check()
-        if config.compare:
+        if config.compare is not None:
             run_comparison(config)
             return 0
         if config.dry_run:
@@ -75,7 +77,7 @@ def train(arguments: list[str]) -> int:
         print(f"error: {said}; what was written before stays, and --resume goes on from there", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the same command with --resume goes on from the last checkpoint", file=sys.stderr)
+        print("interrupted; --resume goes on from the last checkpoint, if there is one", file=sys.stderr)
         return 130
     return 0
 
@@ -98,7 +100,8 @@ def show_plan(config: TrainConfig) -> int:
 
 def parse(arguments: list[str]) -> TrainConfig:
     """The configuration that command-line arguments stand for. Raises InputError; exits after --help."""
-    parser = jsonargparse.ArgumentParser(prog="train.py", exit_on_error=False, description=TrainConfig.__doc__)
+    about = "Train an architecture and see what it costs."
+    parser = jsonargparse.ArgumentParser(prog="train.py", exit_on_error=False, description=about)
     parser.add_argument("--config", action=jsonargparse.ActionConfigFile, help="a YAML file of these options")
     for field in dataclasses.fields(TrainConfig):
         hint = HINTS[field.name]

@@ -53,7 +53,8 @@ def apply_checkpointing(model: nn.Module, policy: str | int) -> nn.Module:
     Raises ValueError for an unknown policy, k < 1, or more segments than blocks (the model is then unchanged).
     """
     if not (policy in POLICIES or (isinstance(policy, int) and not isinstance(policy, bool))):
-        raise ValueError(f"policy={policy!r} is unknown: use one of {', '.join(POLICIES)} or a number of segments")
+        known = ", ".join(POLICIES)
+        raise ValueError(f"checkpoint policy {policy!r} is unknown: use one of {known} or a number of segments")
     before = {module: type(module) for module in model.modules() if isinstance(module, _Checkpointed)}
     for module in before:
         module.__class__ = module._plain_class
@@ -65,7 +66,7 @@ def apply_checkpointing(model: nn.Module, policy: str | int) -> nn.Module:
     if isinstance(policy, int) and not 1 <= policy <= len(counted):
         for module, cls in before.items():
             module.__class__ = cls
-        raise ValueError(f"policy={policy}: the model has {len(counted)} blocks, so 1 to {len(counted)} segments work")
+        raise ValueError(f"checkpoint policy {policy} does not suit this model: 1 to {len(counted)} segments work")
     segments = {"all": len(counted), "selective": len(counted), "sqrt": round(math.sqrt(len(counted)))}
     joined = cut(counted, segments.get(policy, policy)) + [[block] for block in blocks if not block.counted]
     _switch_off_own_checkpointing(model)

@@ -112,7 +112,7 @@ def plan(
     """
     limit = None if budget is None else parse_bytes(budget)
     batch_size = len(sample[0]) if batch_size is None else batch_size
-    micro = batch_size if micro_batch_size is None else min(micro_batch_size, batch_size)
+    micro = batch_size if micro_batch_size is None else micro_batch_size
     _check(device, batch_size, micro, precision)
     recipe = Recipe(batch_size, micro, precision, checkpoint or POLICIES[0], optimizer, clip_grad)
     if not isinstance(model, nn.Module):
@@ -127,17 +127,24 @@ def plan(
 
     sizes = _halves(batch_size) if micro_batch_size is None and limit is not None else [micro]
     for policy in POLICIES if checkpoint is None else (checkpoint,):
-        # a smaller micro-batch never takes more, so the largest that fits is found by halving the list
-        if bisect.bisect_left(sizes, True, key=functools.partial(fits, policy)) < len(sizes):
+        # A smaller micro-batch never takes more: where the smallest does not fit, none does (and it is the quickest
+        # to try); where it does, the largest that fits is found by halving the list.
+        if fits(policy, sizes[-1]):
+            bisect.bisect_left(sizes[:-1], True, key=functools.partial(fits, policy))
             break
     else:
         least = min(tried, key=lambda one: one.predicted.peak_bytes)
         raise BudgetError(
-            f"budget {budget} is too small: the least that would do is {format_bytes(least.predicted.peak_bytes)}, "
-            f"with micro_batch_size {least.micro_batch_size} and checkpoint {least.checkpoint}"
+            f"budget {_written(budget)} is too small: the least that would do is "
+            f"{format_bytes(least.predicted.peak_bytes)}, with micro_batch_size {least.micro_batch_size} and "
+            f"checkpoint {least.checkpoint}"
         )
     over = {id(one): limit is not None and one.predicted.peak_bytes > limit for one in tried}
     return Plan(tuple(sorted(tried, key=lambda one: (over[id(one)], one.step_flops, -one.micro_batch_size))))
+
+
+def _written(budget: str | int) -> str:
+    return budget if isinstance(budget, str) else format_bytes(budget)
 
 
 def _halves(size: int) -> list[int]:
@@ -150,6 +157,8 @@ def _check(device, batch_size, micro_batch_size, precision):
     for name, size in (("batch_size", batch_size), ("micro_batch_size", micro_batch_size)):
         if size < 1:
             raise ValueError(f"{name} {size} must be 1 or more")
+    if micro_batch_size > batch_size:
+        raise ValueError(f"micro_batch_size {micro_batch_size} is more than batch_size; {batch_size} is the most")
     if precision not in PRECISIONS:
         raise ValueError(f"precision {precision!r} must be one of {', '.join(PRECISIONS)}")
 
@@ -167,7 +176,7 @@ def _predict(model: nn.Module, sample, recipe: Recipe, make_step) -> Forecast:
 
 def plain_step(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, recipe: Recipe) -> tuple:
     """A step of `recipe`: cross-entropy in float32 under autocast, accumulated, clipped and applied."""
-    optimizer = make_optimizer(model, recipe.optimizer)
+    optimizer = torch_optimizer(model, recipe.optimizer)
     dtype = PRECISIONS[recipe.precision]
 
     def step():
@@ -184,7 +193,7 @@ def plain_step(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, re
     return step, model, optimizer
 
 
-def make_optimizer(model: nn.Module, optimizer: str | Callable) -> torch.optim.Optimizer:
+def torch_optimizer(model: nn.Module, optimizer: str | Callable) -> torch.optim.Optimizer:
     """The class of torch.optim named `optimizer` (in any case) over the trained parameters, or `optimizer(model)`."""
     if not isinstance(optimizer, str):
         return optimizer(model)

@@ -27,6 +27,7 @@ def compare(config: TrainConfig) -> list[dict]:
     Returns a row an arch: its figures and their change against the first (peak and speed as a share, accuracy as a
     difference), or only `ended`, the exit status, for one that did not get through. Raises InputError.
     """
+    config.check()
     for arch in config.compare:
         try:
             check_name(arch)

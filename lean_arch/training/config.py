@@ -66,9 +66,9 @@ class TrainConfig:
         for field in dataclasses.fields(self):
             if getattr(self, field.name) is None and field.default is not None:
                 raise InputError(f"{field.name} has no value; leave it out for {field.default!r}, its default")
-        if self.arch is None and not self.compare:
+        if self.arch is None and self.compare is None:
             raise InputError("arch is missing; name one, for example --arch lean_vit")
-        if self.arch is not None and self.compare:
+        if self.arch is not None and self.compare is not None:
             raise InputError(f"arch {self.arch!r} cannot be given beside --compare, which names its archs itself")
         for name in ("dry_run", "resume", "stop_after"):
             if self.compare and getattr(self, name):

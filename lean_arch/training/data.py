@@ -115,6 +115,8 @@ def open_data(config: TrainConfig) -> Data:
     kind, _, place = config.data.partition(":")
     if kind == "digits":
         size = config.img_size or DIGITS_SIZE
+        if config.num_classes not in (None, 10):
+            raise InputError(f"num_classes {config.num_classes} does not suit digits, which has 10; leave it out")
         return Data(Digits(size, True, config.seed), Digits(size, False, config.seed), 10, 1, size)
     train, val = open_folder(place) if kind == "folder" else open_timm(place, config.data_dir)
     pretrained = timm.get_pretrained_cfg(config.arch)
@@ -178,7 +180,10 @@ def count_classes(dataset: Dataset, name: str, wanted: int | None) -> int:
         raise InputError(f"num_classes is missing; {name} does not say how many it has, give --num_classes N")
     if names and wanted is not None and wanted < len(names):
         raise InputError(f"num_classes {wanted} is too small; {name} has {len(names)}")
-    return wanted or len(names)
+    classes = wanted or len(names)
+    if classes < 2:
+        raise InputError(f"num_classes is {classes} in {name}, which leaves nothing to learn; 2 or more work")
+    return classes
 
 
 class Batches(Sampler):

@@ -22,7 +22,7 @@ from lean_arch.training import report, state
 from lean_arch.training.config import CURVE, InputError, TrainConfig
 from lean_arch.training.data import Batches, loader
 from lean_arch.training.optim import learning_rate, make_optimizer
-from lean_arch.training.recipe import Recipe, prepare
+from lean_arch.training.recipe import Prepared, prepare
 from lean_arch.training.step import Step
 
 STEADY = 3  # the step of a process that is measured: the optimizer's state and all lazy set-up are there
@@ -60,7 +60,7 @@ def choose_folder(config: TrainConfig) -> tuple[pathlib.Path, list[pathlib.Path]
 class Run:
     """The state of a run: its step, its model and optimizer, what was measured."""
 
-    def __init__(self, recipe: Recipe, folder: pathlib.Path, console: Console):
+    def __init__(self, recipe: Prepared, folder: pathlib.Path, console: Console):
         self.recipe, self.folder, self.console = recipe, folder, console
         self.config, self.accelerator = recipe.config, recipe.accelerator
         self.step = self.first = 0
@@ -89,9 +89,16 @@ class Run:
                 raise InputError(
                     f"{name} {now} cannot go on with the run in {self.folder}, which has {then}; give {then}"
                 )
+        self._say_what_rounds_otherwise(facts.get("rounding", {}))
         state.load_checkpoint(checkpoint, facts, self.raw_model, self.optimizer, self.accelerator)
         self.step = self.first = done
         self.console.print(f"going on after step {self.step} of {self.total}")
+
+    def _say_what_rounds_otherwise(self, was: dict) -> None:
+        for name, then in was.items():
+            now = getattr(self.recipe, name)
+            if now != then:
+                self.console.print(f"{name} was {then} and is now {now}: the curve goes on to rounding, not to the bit")
 
     def carry_out(self) -> dict:
         if self.step >= self.last:
@@ -190,7 +197,8 @@ class Run:
         return {"val_loss": loss / count, "val_accuracy": hits / count}
 
     def save(self) -> None:
-        facts = {"config": dataclasses.asdict(self.config)}
+        rounding = {name: getattr(self.recipe, name) for name in ("micro_batch_size", "checkpoint")}
+        facts = {"config": dataclasses.asdict(self.config), "rounding": rounding}
         state.save_checkpoint(self.folder, self.step, self.raw_model, self.optimizer, self.accelerator, facts)
 
     def finish(self) -> dict:

@@ -23,7 +23,7 @@ from lean_arch.training.step import Step, build_model
 
 
 @dataclasses.dataclass
-class Recipe:
+class Prepared:
     """A run that is ready to start."""
 
     config: TrainConfig
@@ -95,7 +95,7 @@ class Rehearsal:
         return contextlib.nullcontext()
 
 
-def prepare(config: TrainConfig) -> Recipe:
+def prepare(config: TrainConfig) -> Prepared:
     """Builds all that `config` asks for. Raises InputError, in one sentence, when something in it cannot be."""
     config.check()
     device = PartialState().device
@@ -113,7 +113,7 @@ def prepare(config: TrainConfig) -> Recipe:
             f"{least} to {most} would work"
         )
     model = build_model(config, data)
-    recipe = Recipe(config, data, model, accelerator, precision)
+    recipe = Prepared(config, data, model, accelerator, precision)
     best = choose(recipe)
     recipe.micro_batch_size, recipe.checkpoint = best.micro_batch_size, best.checkpoint
     recipe.predicted = best.predicted
@@ -136,7 +136,7 @@ def choose_precision(wanted: str, device: torch.device) -> str:
     return fast if wanted == "auto" else wanted
 
 
-def choose(recipe: Recipe):
+def choose(recipe: Prepared):
     """The planner's recipe: micro_batch_size and checkpoint as given, or its choice if there is a budget to keep."""
     config = recipe.config
     micro, policy = config.micro_batch_size, config.checkpoint
@@ -148,7 +148,7 @@ def choose(recipe: Recipe):
     try:
         return planned(recipe, budget=config.budget, **held).best
     except ValueError as error:  # the budget is too small, or the arch has fewer blocks than segments
-        raise InputError(one_line(error).replace("policy=", "checkpoint ")) from error
+        raise InputError(one_line(error)) from error
     except (AssertionError, RuntimeError) as error:  # how models refuse a shape
         if "size" not in str(error).lower():
             raise
@@ -156,7 +156,7 @@ def choose(recipe: Recipe):
         raise InputError(f"img_size {size} does not suit arch {arch}: {one_line(error)}; try another") from error
 
 
-def planned(recipe: Recipe, reversible: bool = True, **held) -> Plan:
+def planned(recipe: Prepared, reversible: bool = True, **held) -> Plan:
     """Runs the loop's own step on fake CPU tensors."""
     data = recipe.data
 

@@ -30,10 +30,13 @@ KEPT = 2  # checkpoints
 def whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
     """Gives a file to write that then becomes `path`: a crash leaves the old file or the new one, never a part."""
     part = path.with_name(f".{path.name}.part")
-    yield part
-    with open(part, "r+b") as file:
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    try:
+        yield part
+        with open(part, "r+b") as file:
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def write_whole(path: pathlib.Path, content: bytes | str) -> None:
@@ -88,6 +91,8 @@ def named_folder(output: str) -> pathlib.Path:
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not there.is_dir():
         raise InputError(f"output {output!r} cannot be a folder, for {there} is a file; name another")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(f"output {output!r} cannot be written, for {there} is read-only; name another")
     return folder
 
 
@@ -203,7 +208,9 @@ def split_optimizer(optimizer: Optimizer) -> tuple[dict[str, torch.Tensor], dict
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         tensors |= {f"group.{number}.{k}": v for k, v in group.items() if isinstance(v, torch.Tensor)}
-        groups.append({k: v for k, v in group.items() if k != "params" and not isinstance(v, torch.Tensor)})
+        # a dtype is a choice of the optimizer's constructor, which the resumed run calls again
+        told = {k: v for k, v in group.items() if k != "params" and not isinstance(v, torch.Tensor | torch.dtype)}
+        groups.append(told)
     return tensors, {"others": others, "groups": groups}
 
 

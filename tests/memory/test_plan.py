@@ -1,6 +1,7 @@
 """plan() and forecast() against measure() of the same step, and the search for a recipe that fits."""
 
 import functools
+import sys
 
 import pytest
 import timm
@@ -13,6 +14,8 @@ from lean_arch.memory.plan import Recipe, plain_step
 from lean_arch.memory.scratch import Probe, probe, rule
 from lean_arch.memory.trace import fake_copy, forecast
 from tests.ruler import peak_bytes
+
+planner = sys.modules["lean_arch.memory.plan"]  # the name itself is the function
 
 aten = torch.ops.aten
 SMALL_VIT = functools.partial(
@@ -136,12 +139,22 @@ def test_nothing_fits():
         plan(SMALL_VIT, batch_of(2), budget="1MiB", checkpoint="none")
 
 
+def test_a_hopeless_budget_is_refused_after_the_smallest_recipes(monkeypatch):
+    sizes = []
+    predict = planner._predict
+    monkeypatch.setattr(planner, "_predict", lambda m, s, r, f: sizes.append(r.micro_batch_size) or predict(m, s, r, f))
+    with pytest.raises(BudgetError, match=r"budget 1\.0 MiB is too small.* with micro_batch_size 1 "):
+        plan(SMALL_VIT, batch_of(64), budget=2**20)
+    assert sizes == [1] * len(planner.POLICIES)
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         ({"budget": "lots"}, "budget 'lots' is not an amount of memory"),
         ({"precision": "int8"}, "precision 'int8' must be one of bf16, fp16, fp32"),
         ({"batch_size": 0}, "batch_size 0 must be 1 or more"),
+        ({"micro_batch_size": 3}, "micro_batch_size 3 is more than batch_size; 2 is the most"),
         ({"device": "cuda"}, "device 'cuda' cannot be planned for"),
         ({"optimizer": "adamx"}, "optimizer 'adamx' is not in torch.optim"),
     ],

@@ -30,7 +30,7 @@ def draws():
     return random.random(), np.random.rand(), np.random.randn(), torch.rand(()).item()
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adafactor", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adafactor", "adafactorbv", "muon"])
 def test_a_checkpoint_brings_everything_back(tmp_path, name):
     accelerator = Accelerator()
     model, optimizer = trained(name)
@@ -140,3 +140,25 @@ def test_a_damaged_checkpoint_is_named(tmp_path, name, damage):
     file.unlink() if content is None else file.write_bytes(content)
     with pytest.raises(InputError, match="step_000004; without that folder it goes on from the one before"):
         state.load_checkpoint(checkpoint, state.read_facts(checkpoint), model, optimizer, accelerator)
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_part(tmp_path):
+    path = tmp_path / "summary.json"
+    state.write_json(path, {"step": 1})
+
+    def fail():
+        with state.whole(path) as part:
+            part.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        fail()
+    assert state.read_json(path) == {"step": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only to root")
+def test_a_read_only_place_is_refused_by_name(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(InputError, match="read-only"):
+        state.named_folder(str(tmp_path / "run"))
