@@ -36,7 +36,8 @@ def forecast(build: Callable[[], tuple]) -> Forecast:
     tensors that it uses. Bring existing ones in with `fake_copy`; tensors made inside are fake already. The state of
     the optimizers is there when `fn` runs, once. A Python number read from a fake tensor is 1.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    # torch.compile refuses to run under a dispatch mode; what an optimizer compiles runs as it is written
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.compiler.set_stance("force_eager"):
         fn, *held = build()
         holdings = Holdings.of(held)
         with Trace(holdings):  # keeps the counters of the state real, as in the step itself
