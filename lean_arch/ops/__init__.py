@@ -1,1 +1,6 @@
 """Functions on tensors with their own backward."""
+
+from lean_arch.ops.attention.op import sparse_attention
+from lean_arch.ops.backend import use
+
+__all__ = ["sparse_attention", "use"]

@@ -8,9 +8,12 @@ mask of all Nq x Nk pairs is never made. Local, Longformer (Beltagy et al. 2020,
 al. 2020, arXiv 2007.14062) and strided (Child et al. 2019, arXiv 1904.10509) attention are patterns.
 """
 
+import ast
 import dataclasses
 import functools
+import itertools
 import operator
+import weakref
 
 import torch
 from torch import Tensor
@@ -39,6 +42,13 @@ class Pattern:
 
     def check(self, nq: int, nk: int) -> None:
         """Raises ValueError when the pattern is not one for `nq` queries and `nk` keys."""
+
+    def spell(self) -> str:
+        """The pattern as text, for `parse`."""
+        text = str(self)
+        if not torch.compiler.is_compiling():
+            _alive[text] = self
+        return text
 
     def __or__(self, other: "Pattern") -> "Pattern":
         return Union(self, _pattern(other))
@@ -270,30 +280,41 @@ class Chunks(Pattern):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FromMask(Pattern):
-    bools: Tensor
+    """bits (Nq, Nk / 8) uint8, the first key in the lowest bit; `number` tells masks apart."""
+
+    bits: Tensor
+    shape: tuple[int, int]
+    number: int
 
     def allows(self, i, j, nq, nk):
-        return self.bools[i - (nk - nq), j]
+        return ((self.bits[i - (nk - nq), j >> 3] >> (j & 7)) & 1).bool()
 
     def cover(self, i, j, nq, nk):
-        counts = self._counts
-        top, bottom = (at.clamp(0, nq) for at in (i.first - (nk - nq), i.last - (nk - nq) + 1))
-        left, right = j.first.clamp(0, nk), (j.last + 1).clamp(0, nk)
+        """Looks at squares of 8 x 8 pairs only."""
+        counts, ends = self._counts, []
+        for first, last in ((i.first - (nk - nq), i.last - (nk - nq)), (j.first, j.last)):
+            ends.append((first.clamp(min=0) >> 3, (last >> 3) + 1))
+        (top, bottom), (left, right) = ends
         number = counts[bottom, right] - counts[top, right] - counts[bottom, left] + counts[top, left]
-        return _grade(number > 0, number == (bottom - top) * (right - left))
+        rows, columns = (bottom << 3).clamp(max=nq) - (top << 3), (right << 3).clamp(max=nk) - (left << 3)
+        return _grade(number > 0, number == rows * columns)
 
     @functools.cached_property
     def _counts(self) -> Tensor:
-        return torch.nn.functional.pad(self.bools.int().cumsum(0).cumsum(1), (1, 0, 1, 0))
+        """How many pairs lie in all the squares above and to the left of each corner."""
+        nq, columns = self.bits.shape
+        squares = torch.zeros(-(-nq // 8), columns, dtype=torch.int64)
+        for bit in range(8):
+            ones = torch.nn.functional.pad((self.bits >> bit) & 1, (0, 0, 0, -nq % 8))
+            squares += ones.view(-1, 8, columns).sum(1)
+        return torch.nn.functional.pad(squares.cumsum(0).cumsum(1), (1, 0, 1, 0))
 
     def check(self, nq, nk):
-        if tuple(self.bools.shape) != (nq, nk):
-            raise ValueError(
-                f"pattern from_mask is {tuple(self.bools.shape)}, but there are {nq} queries and {nk} keys"
-            )
+        if self.shape != (nq, nk):
+            raise ValueError(f"pattern from_mask is {self.shape}, but there are {nq} queries and {nk} keys")
 
     def __str__(self):
-        return f"from_mask{tuple(self.bools.shape)}"
+        return f"from_mask({self.shape[0]}, {self.shape[1]}, number={self.number})"
 
 
 def dense() -> Pattern:
@@ -337,10 +358,50 @@ def from_mask(mask: Tensor) -> Pattern:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2:
         found = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"from_mask takes a bool tensor (Nq, Nk), got {found}")
-    return FromMask(mask.detach().cpu().clone())
+    columns = torch.nn.functional.pad(mask.detach().cpu(), (0, -mask.shape[1] % 8)).unflatten(1, (-1, 8))
+    bits = (columns << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    pattern = FromMask(bits, tuple(mask.shape), next(_numbers))
+    _masks[pattern.number] = pattern
+    return pattern
 
 
 def _count(name: str, value: int, least: int) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < least:
         raise ValueError(f"{name} {value!r} must be a whole number, {least} or more")
     return operator.index(value)
+
+
+_alive = weakref.WeakValueDictionary()  # text -> a pattern spelled so
+_masks = weakref.WeakValueDictionary()  # number -> FromMask
+_numbers = itertools.count()
+
+
+def parse(text: str) -> Pattern:
+    """The pattern that `spell` made a text of. Raises RuntimeError for a mask that is no more."""
+    pattern = _alive.get(text)
+    return _build(ast.parse(text, mode="eval").body) if pattern is None else pattern
+
+
+def _build(node: ast.expr) -> Pattern:
+    if isinstance(node, ast.BinOp):
+        join = Union if isinstance(node.op, ast.BitOr) else Intersection
+        return join(_build(node.left), _build(node.right))
+    numbers = [ast.literal_eval(argument) for argument in node.args]
+    named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
+    if node.func.id != "from_mask":
+        return _SPELLED[node.func.id](*numbers, **named)
+    pattern = _masks.get(named["number"])
+    if pattern is None:
+        raise RuntimeError(f"pattern {ast.unparse(node)} is gone; keep it for as long as what was compiled with it")
+    return pattern
+
+
+_SPELLED = {
+    "dense": Dense,
+    "causal": causal,
+    "local": Band,
+    "global_tokens": global_tokens,
+    "random_blocks": RandomBlocks,
+    "strided": Strided,
+    "chunks": Chunks,
+}
