@@ -41,6 +41,9 @@ class ReversiblePair(nn.Module):
 
     def __init__(self, f: nn.Module, g: nn.Module):
         super().__init__()
+        for module in (f, g):
+            if not isinstance(module, nn.Module):
+                raise TypeError(f"pairs must be of two modules, got {module!r}; wrap a function in an nn.Module")
         self.f = f
         self.g = g
 
@@ -71,10 +74,9 @@ class ReversibleSequence(nn.ModuleList):
     """
 
     def __init__(self, pairs: Iterable = (), exact: bool = True, chunks: int = 1, least_chunk: int = 1):
-        if chunks < 1:
-            raise ValueError(f"chunks must be a positive number of parts, got {chunks}")
-        if least_chunk < 1:
-            raise ValueError(f"least_chunk must be a positive number of elements, got {least_chunk}")
+        for name, number in (("chunks", chunks), ("least_chunk", least_chunk)):
+            if not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name} must be a whole number, 1 or more, got {number!r}")
         super().__init__(p if isinstance(p, ReversiblePair) else ReversiblePair(*p) for p in pairs)
         self.exact = exact
         self.chunks = chunks
@@ -99,6 +101,8 @@ class ReversibleSequence(nn.ModuleList):
     @torch.jit.unused
     @torch.compiler.disable  # the replay must repeat the forward's own kernels, bit for bit
     def _run(self, streams: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        if isinstance(streams, Tensor) or len(streams) != 2:
+            raise ValueError("streams must be a pair of tensors (x1, x2); for one input x pass (x, x)")
         x1, x2 = streams
         if x1.shape != x2.shape or x1.dtype != x2.dtype or not x1.is_floating_point():
             raise ValueError(
@@ -220,6 +224,10 @@ class _Stored:
         out = f(x)
         if before is not None and x._version != before:
             raise RuntimeError(f"{type(f).__name__} changes its input in place, which a reversible layer must not")
+        if not isinstance(out, Tensor):
+            raise TypeError(
+                f"{type(f).__name__} must return a tensor in a reversible layer, got {type(out).__name__}"
+            )
         if out.shape != part.shape:
             raise ValueError(
                 f"{type(f).__name__} must keep the shape of its input in a reversible layer, "
