@@ -12,8 +12,10 @@ import math
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from lean_arch.ops.attention.problem import Problem, arithmetic
+from lean_arch.ops.attention.tiles import compile_tiles
 from lean_arch.ops.backend import backend_for
 from lean_arch.ops.patterns import Pattern, parse
 
@@ -224,3 +226,22 @@ def _differentiate(ctx, grad_out, grad_lse):
 
 
 _forward.register_autograd(_differentiate, setup_context=_remember)
+
+
+@register_flop_formula(torch.ops.lean_arch.sparse_attention)
+def _forward_flops(q_shape, k_shape, v_shape, *others, out_shape=None) -> int:
+    """Two products: scores and results."""
+    return 2 * _product_flops(q_shape, k_shape, *others[-4:])
+
+
+@register_flop_formula(torch.ops.lean_arch.sparse_attention_backward)
+def _backward_flops(grad_shape, grad_lse_shape, q_shape, k_shape, *others, out_shape=None) -> int:
+    """Five: scores again, gradients of weights, queries, keys and values."""
+    return 5 * _product_flops(q_shape, k_shape, *others[-4:])
+
+
+def _product_flops(q_shape, k_shape, pattern, scale, dropout_p, backend) -> int:
+    batch, heads, nq, size = q_shape
+    nk = k_shape[2]
+    pairs = nq * nk if backend == "reference" else compile_tiles(parse(pattern), nq, nk).area
+    return 2 * batch * heads * size * pairs

@@ -10,6 +10,7 @@ import functools
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lean_arch.ops.patterns import ALL, NONE, Pattern, Span
 
@@ -59,7 +60,7 @@ class Tiles:
         return ((self.bits[..., None] >> bit) & 1).bool().flatten(2)
 
 
-@functools.lru_cache(256)
+@functools.lru_cache(64)
 def compile_tiles(
     pattern: Pattern, nq: int, nk: int, tile_q: int = 64, tile_k: int = 64, device: str | torch.device = "cpu"
 ) -> Tiles:
@@ -68,7 +69,7 @@ def compile_tiles(
         tiles = compile_tiles(pattern, nq, nk, tile_q, tile_k)
         lists = (Lists(*(t.to(device) for t in vars(side).values())) for side in (tiles.queries, tiles.keys))
         return Tiles(nq, nk, tile_q, tile_k, *lists, tiles.bits.to(device))
-    with torch.inference_mode(False), torch.device("cpu"):
+    with _disable_current_modes(), torch.inference_mode(False), torch.device("cpu"):  # real, also amid fake tensors
         pattern.check(nq, nk)
         rows, columns, whole = _seen(pattern, nq, nk, tile_q, tile_k)
         masks, bits = _examine(pattern, rows[~whole], columns[~whole], nq, nk, tile_q, tile_k)
