@@ -138,7 +138,7 @@ def test_every_recipe_parses_and_opens_with_its_command():
     ("content", "words"),
     [
         (b"\xda\xff\x00", ["config", "YAML"]),
-        (b"arch: lean_vit\ndata:\n", ["data has no value", "digits"]),
+        (b"arch: lean_vit\noptimizer:\n", ["optimizer has no value", "adamw"]),
         (b"arch: lean_vit\nseed: 4294967296\n", ["seed 4294967296", "below"]),
     ],
 )

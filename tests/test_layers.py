@@ -8,9 +8,9 @@ import lean_arch
 ROOT = pathlib.Path(lean_arch.__file__).parent
 MAY_IMPORT = {  # package -> packages of lean_arch it may import, besides itself
     "ops": set(),
-    "blocks": {"ops"},
+    "blocks": {"ops", "registry"},
     "memory": {"ops"},
-    "adapters": {"ops", "blocks"},
+    "adapters": {"ops", "blocks", "registry"},
     "models": {"ops", "blocks", "adapters", "memory", "registry"},
     "training": {"ops", "blocks", "adapters", "memory", "models", "registry"},
 }

@@ -3,10 +3,17 @@
 import pytest
 import timm
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lean_arch
+from lean_arch.models.lean_sequence import VOCABULARY
+from lean_arch.registry import SEQUENCE_MODELS
 
-MILLION_PARAMETERS = {  # of the papers' models of the same sizes
+MILLION_PARAMETERS = {  # those for images: of the papers' models of the same sizes
+    "lean_lm": 0.76,
+    "lean_lm_tiny": 0.76,
+    "lean_lm_small": 33.21,
+    "lean_lm_base": 264.71,
     "lean_vit": 5.72,
     "lean_vit_tiny": 5.72,
     "lean_vit_small": 22.05,
@@ -18,14 +25,14 @@ MILLION_PARAMETERS = {  # of the papers' models of the same sizes
 def test_names():
     names = lean_arch.list_models()
     assert names == sorted(MILLION_PARAMETERS)
-    assert set(names) <= set(timm.list_models())
-    assert lean_arch.list_models("*_small") == ["lean_vit_small"]
+    assert set(names) - set(SEQUENCE_MODELS.names()) == set(timm.list_models("lean_*"))
+    assert lean_arch.list_models("*_small") == ["lean_lm_small", "lean_vit_small"]
 
 
 def test_unknown_name_gets_the_nearest_ones():
     with pytest.raises(ValueError, match=r"arch 'lean_vit_smol' does not exist; nearest: lean_vit_small"):
         lean_arch.create_model("lean_vit_smol")
-    with pytest.raises(ValueError, match=r"arch '%%' does not exist; the zoo has lean_vit"):
+    with pytest.raises(ValueError, match=r"arch '%%' does not exist; there are lean_"):
         lean_arch.create_model("%%")
 
 
@@ -35,10 +42,16 @@ def test_timm_architectures_too():
 
 @pytest.mark.parametrize("name", lean_arch.list_models())
 def test_size_and_state_dict(name):
-    with torch.device("meta"):
+    of_sequences = name in SEQUENCE_MODELS
+    with FakeTensorMode() if of_sequences else torch.device("meta"):
         model = lean_arch.create_model(name)
-    count = sum(p.numel() for p in model.parameters()) / 1e6
-    assert count == pytest.approx(MILLION_PARAMETERS[name], abs=0.01)
-    assert len(model.state_dict()) == len(list(model.parameters())) + len(list(model.buffers()))
-    x = torch.empty(2, *model.default_cfg["input_size"], device="meta")
-    assert model(x).shape == (2, 1000)
+        tensors = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+        assert len({t.untyped_storage()._cdata for t in model.state_dict().values()}) == len(tensors)
+        count = sum(p.numel() for p in model.parameters()) / 1e6
+        assert count == pytest.approx(MILLION_PARAMETERS[name], abs=0.01)
+        if of_sequences:
+            tokens = torch.zeros(2, model.seq_len, dtype=torch.int64)
+            assert model(tokens).shape == (2, model.seq_len, VOCABULARY)
+            assert model(tokens, targets=tokens).shape == ()
+        else:
+            assert model(torch.empty(2, *model.default_cfg["input_size"])).shape == (2, 1000)

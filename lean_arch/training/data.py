@@ -17,6 +17,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from timm.data import create_dataset, create_transform, resolve_data_config
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lean_arch.training.config import InputError, TrainConfig
@@ -28,13 +29,35 @@ VALIDATION_NAMES = ("val", "validation", "valid", "test")
 
 @dataclasses.dataclass
 class Data:
-    """Two datasets and what a model must know of them."""
+    """Two datasets of images, what a model must know of them, and what the loop must."""
 
     train: Dataset
     val: Dataset
     num_classes: int
     in_chans: int
     img_size: int
+
+    unit = "images"
+
+    @property
+    def size(self) -> str:
+        return f"{self.img_size} px"
+
+    @property
+    def facts(self) -> dict:
+        return {"img_size": self.img_size}
+
+    def speed(self, samples_per_s: float) -> str:
+        return f"{samples_per_s:.0f} samples/s"
+
+    def sample(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tensors of the shapes and dtypes of `count` images and their labels."""
+        return torch.empty(count, self.in_chans, self.img_size, self.img_size), torch.empty(count, dtype=torch.int64)
+
+    @staticmethod
+    def loss(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+        """Summed over the images."""
+        return F.cross_entropy(model(images).float(), labels, reduction="sum", label_smoothing=label_smoothing)
 
 
 class Digits(Dataset):

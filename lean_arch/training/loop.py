@@ -18,6 +18,7 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from lean_arch.memory import Report, measure
+from lean_arch.models.lean_sequence import IGNORED
 from lean_arch.training import report, state
 from lean_arch.training.config import CURVE, InputError, TrainConfig
 from lean_arch.training.data import Batches, loader
@@ -112,21 +113,21 @@ class Run:
             state.write_whole(self.folder / "config.yaml", self.config.to_yaml())
         model, optimizer = self.accelerator.prepare(self.raw_model, self.optimizer)
         step = self.recipe.step(model, optimizer, self.accelerator, self.recipe.micro_batch_size)
-        epoch = self.recipe.steps_per_epoch
+        pause = self.recipe.validate_every
         with state.Metrics(self.folder / "metrics.csv", self.step, main) as metrics, report.Progress(self) as progress:
             before = time.perf_counter()
-            for images, labels in self.stream():
-                loss, lr = self.one_step(step, optimizer, images, labels)
+            for inputs, targets in self.stream():
+                loss, lr = self.one_step(step, optimizer, inputs, targets)
                 self.seconds.append(time.perf_counter() - before)
                 rate = self.config.batch_size / self.seconds[-1]
                 metrics.add(self.step, loss, lr, rate, self.peak_bytes, step.micro_batch_size)
                 progress.step(loss, rate)
-                if self.step % epoch == 0 or self.step == self.last:
+                if self.step % pause == 0 or self.step == self.last:
                     self.val = self.validate()
-                    progress.epoch(loss, rate)
+                    progress.pause(loss, rate)
                 if self.step == self.last:
                     break
-                if self.step % (self.config.checkpoint_every or epoch) == 0:
+                if self.step % (self.config.checkpoint_every or pause) == 0:
                     self.save()
                 before = time.perf_counter()
         return self.finish()
@@ -142,20 +143,20 @@ class Run:
     def batches(self, dataset, batch_size: int, seed: int | None) -> Batches:
         return Batches(len(dataset), batch_size, seed, self.accelerator.process_index, self.accelerator.num_processes)
 
-    def one_step(self, step: Step, optimizer, images: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
+    def one_step(self, step: Step, optimizer, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, float]:
         """(mean loss of the batch, learning rate)."""
         device = self.accelerator.device
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
         lr = learning_rate(self.config, self.step + 1, self.total)
         for group in optimizer.param_groups:
             group["lr"] = lr
         losses = []
 
         def go():
-            losses.append(step(images, labels))
+            losses.append(step(inputs, targets))
 
         if len(self.seconds) in self.measured_steps:
-            self.measured = measure(go, self.raw_model, self.optimizer, images, labels)
+            self.measured = measure(go, self.raw_model, self.optimizer, inputs, targets)
         else:
             go()
         loss = self.accelerator.reduce(losses[0], "sum").item()
@@ -178,20 +179,20 @@ class Run:
         return self.config.batch_size / statistics.median(steady or self.seconds[-1:])
 
     def validate(self) -> dict[str, float]:
-        """{"val_loss": mean cross-entropy, "val_accuracy": share of top-1 hits} over the validation images."""
+        """{"val_loss": mean cross-entropy, "val_accuracy": share of top-1 hits} over the targets of the validation."""
         model, accelerator = self.raw_model.eval(), self.accelerator
         if self.val_loader is None:
             data = self.recipe.data.val
             batches = self.batches(data, self.recipe.micro_batch_size * accelerator.num_processes, None)
             self.val_loader = loader(data, batches, self.config)
-        totals = torch.zeros(3, device=accelerator.device)  # loss, hits, images
+        totals = torch.zeros(3, device=accelerator.device)  # loss, hits, targets
         with torch.inference_mode(), accelerator.autocast():
-            for images, labels in self.val_loader:
-                images, labels = images.to(accelerator.device), labels.to(accelerator.device)
-                logits = model(images).float()
-                totals[0] += F.cross_entropy(logits, labels, reduction="sum")
-                totals[1] += (logits.argmax(1) == labels).sum()
-                totals[2] += len(labels)
+            for inputs, targets in self.val_loader:
+                inputs, targets = inputs.to(accelerator.device), targets.to(accelerator.device).flatten()
+                logits = model(inputs).float().flatten(0, -2)  # (T, classes), targets (T,)
+                totals[0] += F.cross_entropy(logits, targets, reduction="sum")
+                totals[1] += (logits.argmax(1) == targets).sum()
+                totals[2] += (targets != IGNORED).sum()
         model.train()
         loss, hits, count = accelerator.reduce(totals, "sum").tolist()
         return {"val_loss": loss / count, "val_accuracy": hits / count}
@@ -231,7 +232,7 @@ class Run:
             "optimizer": config.optimizer,
             "memory": memory,
             "data": config.data,
-            "img_size": recipe.data.img_size,
+            **recipe.data.facts,
             "batch_size": config.batch_size,
             "seed": config.seed,
             "device": self.accelerator.device.type,

@@ -16,10 +16,13 @@ from torch import nn
 from lean_arch.memory import apply_checkpointing
 from lean_arch.memory.plan import PRECISIONS, Plan, plan
 from lean_arch.memory.trace import Forecast
+from lean_arch.models import check_name
+from lean_arch.registry import SEQUENCE_MODELS
 from lean_arch.training.config import InputError, TrainConfig
 from lean_arch.training.data import Data, one_line, open_data
 from lean_arch.training.optim import make_optimizer
-from lean_arch.training.step import Step, build_model
+from lean_arch.training.step import Step, build_model, build_sequence_model
+from lean_arch.training.text import TextData, open_text
 
 
 @dataclasses.dataclass
@@ -27,7 +30,7 @@ class Prepared:
     """A run that is ready to start."""
 
     config: TrainConfig
-    data: Data
+    data: Data | TextData
     model: nn.Module
     accelerator: Accelerator
     precision: str
@@ -37,7 +40,7 @@ class Prepared:
 
     @property
     def share(self) -> int:
-        """Images of a batch that fall to one process, at most."""
+        """Samples of a batch that fall to one process, at most."""
         return -(-self.config.batch_size // self.accelerator.num_processes)
 
     @property
@@ -53,6 +56,11 @@ class Prepared:
         return self.config.max_steps or self.config.epochs * self.steps_per_epoch
 
     @property
+    def validate_every(self) -> int:
+        """Steps between two looks at the validation data."""
+        return self.config.validate_every or self.steps_per_epoch
+
+    @property
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
@@ -61,10 +69,9 @@ class Prepared:
             model,
             optimizer,
             engine,
-            batch_size=self.config.batch_size,
+            functools.partial(self.data.loss, label_smoothing=self.config.label_smoothing),
             micro_batch_size=micro_batch_size,
             clip_grad=self.config.clip_grad,
-            label_smoothing=self.config.label_smoothing,
         )
 
     def predict_plain(self) -> Forecast:
@@ -94,25 +101,39 @@ class Rehearsal:
     def no_sync(self, model):
         return contextlib.nullcontext()
 
+    def reduce(self, tensor, reduction):
+        return tensor
+
 
 def prepare(config: TrainConfig) -> Prepared:
     """Builds all that `config` asks for. Raises InputError, in one sentence, when something in it cannot be."""
     config.check()
-    device = PartialState().device
+    try:
+        check_name(config.arch)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    config = config.settled()
+    cpu = not torch.accelerator.is_available()  # said outright, or a launch's processes take no notice of each other
+    device = PartialState(cpu=cpu).device
     precision = choose_precision(config.precision, device)
     AcceleratorState._reset_state()  # an earlier run of this process may have had another precision
     accelerator = Accelerator(
+        cpu=cpu,
         mixed_precision="no" if precision == "fp32" else precision,
         kwargs_handlers=[AutocastKwargs(cache_enabled=False)],
     )
-    data = open_data(config)
+    if config.arch in SEQUENCE_MODELS:
+        model = build_sequence_model(config)
+        data = open_text(config, model.seq_len, model.objective)
+    else:
+        data = open_data(config)
+        model = build_model(config, data)
     least, most = accelerator.num_processes, len(data.train)
     if not least <= config.batch_size <= most:
         raise InputError(
-            f"batch_size {config.batch_size} does not suit {most} training images and {least} processes; "
+            f"batch_size {config.batch_size} does not suit {most} training {data.unit} and {least} processes; "
             f"{least} to {most} would work"
         )
-    model = build_model(config, data)
     recipe = Prepared(config, data, model, accelerator, precision)
     best = choose(recipe)
     recipe.micro_batch_size, recipe.checkpoint = best.micro_batch_size, best.checkpoint
@@ -152,21 +173,19 @@ def choose(recipe: Prepared):
     except (AssertionError, RuntimeError) as error:  # how models refuse a shape
         if "size" not in str(error).lower():
             raise
-        size, arch = recipe.data.img_size, config.arch
-        raise InputError(f"img_size {size} does not suit arch {arch}: {one_line(error)}; try another") from error
+        (name, size), arch = *recipe.data.facts.items(), config.arch
+        raise InputError(f"{name} {size} does not suit arch {arch}: {one_line(error)}; try another") from error
 
 
 def planned(recipe: Prepared, reversible: bool = True, **held) -> Plan:
     """Runs the loop's own step on fake CPU tensors."""
-    data = recipe.data
 
-    def make_step(model, images, labels, candidate):
+    def make_step(model, inputs, targets, candidate):
         if not reversible and hasattr(model, "set_reversible"):
             model.set_reversible(False)
         optimizer = make_optimizer(recipe.config, model)
         step = recipe.step(model, optimizer, Rehearsal(recipe.precision), candidate.micro_batch_size)
-        return functools.partial(step, images, labels), model, optimizer
+        return functools.partial(step, inputs, targets), model, optimizer
 
-    images = torch.empty(recipe.share, data.in_chans, data.img_size, data.img_size)
-    labels = torch.empty(recipe.share, dtype=torch.int64)
-    return plan(recipe.model, (images, labels), make_step=make_step, precision=recipe.precision, **held)
+    sample = recipe.data.sample(recipe.share)
+    return plan(recipe.model, sample, make_step=make_step, precision=recipe.precision, **held)

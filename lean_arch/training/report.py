@@ -13,11 +13,11 @@ from lean_arch.memory import Report, format_bytes
 def say_recipe(console: Console, recipe, folder: pathlib.Path | None) -> None:
     """One line on what will run, one on what memory it will take. `folder` None: nothing will be written."""
     config, data = recipe.config, recipe.data
-    pieces = f"{config.batch_size} images a step"
+    pieces = f"{config.batch_size} {data.unit} a step"
     if recipe.accumulation_steps > 1:
         pieces += f" in {recipe.accumulation_steps} micro-batches of {recipe.micro_batch_size}"
     console.print(
-        f"{config.arch}: {recipe.parameters / 1e6:.2f} M parameters, {config.data} at {data.img_size} px, "
+        f"{config.arch}: {recipe.parameters / 1e6:.2f} M parameters, {config.data} at {data.size}, "
         f"{recipe.total_steps} steps, {pieces}, {config.optimizer}, {recipe.precision} "
         f"on {recipe.accelerator.device.type}, checkpointing {recipe.checkpoint}",
         soft_wrap=True,
@@ -44,7 +44,7 @@ def cost_table(measured: dict[str, int] | None, predicted: Report, plain: Report
 
 
 class Progress:
-    """A bar on a terminal, and one line an epoch anywhere."""
+    """A bar on a terminal, and one line a validation anywhere."""
 
     def __init__(self, run):
         self.run = run
@@ -69,15 +69,16 @@ class Progress:
         self.bar.stop()
 
     def step(self, loss: float, rate: float) -> None:
-        facts = f"loss {loss:.4f}  {rate:.0f} samples/s  peak {format_bytes(self.run.peak_bytes)}"
+        facts = f"loss {loss:.4f}  {self.run.recipe.data.speed(rate)}  peak {format_bytes(self.run.peak_bytes)}"
         self.bar.update(self.task, completed=self.run.step, facts=facts)
 
-    def epoch(self, loss: float, rate: float) -> None:
+    def pause(self, loss: float, rate: float) -> None:
         run = self.run
         at = run.step / run.recipe.steps_per_epoch
+        speed = run.recipe.data.speed(rate)
         run.console.print(
             f"epoch {at:.4g}  step {run.step}/{run.total}  loss {loss:.4f}  val loss {run.val['val_loss']:.4f}  "
-            f"accuracy {run.val['val_accuracy']:.2%}  {rate:.0f} samples/s  peak {format_bytes(run.peak_bytes)}",
+            f"accuracy {run.val['val_accuracy']:.2%}  {speed}  peak {format_bytes(run.peak_bytes)}",
             soft_wrap=True,
             highlight=False,
         )

@@ -1,14 +1,15 @@
 """One optimizer step, and the model it trains. The loop and the planner run this same code."""
 
 import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
 from lean_arch.models import create_model
+from lean_arch.models.lean_sequence import IGNORED
 from lean_arch.training.config import InputError, TrainConfig
 from lean_arch.training.data import Data, one_line
 
@@ -16,8 +17,9 @@ from lean_arch.training.data import Data, one_line
 class Step:
     """Trains `model` on one whole batch, in micro-batches, and returns the batch's mean loss.
 
-    The loss of every micro-batch is its sum over the size of the whole batch, so the gradients are those of the whole
-    batch however it is cut. `batch_size` counts the images of all processes; each passes its own share.
+    `loss(model, inputs, targets)` is a sum over the targets that count (those that are not -100). Every micro-batch
+    divides it by their number in the whole batch, over all processes, so the gradients are those of the whole batch
+    however it is cut, and wherever the targets lie. Each process passes its own share of the batch.
     """
 
     def __init__(
@@ -25,24 +27,24 @@ class Step:
         model: nn.Module,
         optimizer: Optimizer,
         accelerator: Accelerator,
+        loss: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor],
         *,
-        batch_size: int,
         micro_batch_size: int,
         clip_grad: float = 0.0,
-        label_smoothing: float = 0.0,
     ):
-        self.model, self.optimizer, self.accelerator = model, optimizer, accelerator
-        self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
-        self.clip_grad, self.label_smoothing = clip_grad, label_smoothing
+        self.model, self.optimizer, self.accelerator, self.loss = model, optimizer, accelerator, loss
+        self.micro_batch_size, self.clip_grad = micro_batch_size, clip_grad
 
-    def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """images (B, C, H, W), labels (B,) int64 -> this process's part of the mean loss, a scalar without graph."""
-        total = torch.zeros((), device=images.device)
-        pieces = list(zip(images.split(self.micro_batch_size), labels.split(self.micro_batch_size)))
+    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """inputs (B, ...), targets (B, ...) int64 -> this process's part of the mean loss, a scalar without graph."""
+        total = torch.zeros((), device=inputs.device)
+        count = self.accelerator.reduce((targets != IGNORED).sum(), "sum")
+        pieces = list(zip(inputs.split(self.micro_batch_size), targets.split(self.micro_batch_size)))
         for number, piece in enumerate(pieces, start=1):
             waiting = self.accelerator.no_sync(self.model) if number < len(pieces) else contextlib.nullcontext()
             with waiting:
-                loss = self.loss(*piece)
+                with self.accelerator.autocast():
+                    loss = self.loss(self.model, *piece) / count
                 total += loss.detach()
                 # DDP averages over processes what must be summed
                 self.accelerator.backward(loss * self.accelerator.num_processes)
@@ -52,11 +54,16 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         return total
 
-    def loss(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        with self.accelerator.autocast():
-            logits = self.model(images)
-        losses = F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=self.label_smoothing)
-        return losses / self.batch_size
+
+def build_sequence_model(config: TrainConfig) -> nn.Module:
+    """`config.arch` for sequences of `config.seq_len`, its weights drawn from `config.seed`.
+
+    Raises InputError when it does not take the length or the drop rates.
+    """
+    options = given(config, "seq_len", "drop_rate", "drop_path_rate")
+    torch.manual_seed(config.seed)
+    with refusing(config.arch, options):
+        return create_model(config.arch, **options)
 
 
 def build_model(config: TrainConfig, data: Data) -> nn.Module:
@@ -65,26 +72,42 @@ def build_model(config: TrainConfig, data: Data) -> nn.Module:
     Raises InputError when there is no such arch, or it does not take the image size or the drop rates.
     """
     options = {"num_classes": data.num_classes, "in_chans": data.in_chans}
-    wanted = {name: getattr(config, name) for name in ("drop_rate", "drop_path_rate")}
-    options |= {name: value for name, value in wanted.items() if value is not None}
+    options |= given(config, "drop_rate", "drop_path_rate")
     torch.manual_seed(config.seed)
-    try:
+    with refusing(config.arch, options):
         try:
             model = create_model(config.arch, img_size=data.img_size, **options)
         except TypeError as error:  # convolutional nets take any size, and no such argument
             if "img_size" not in str(error):
                 raise
             model = create_model(config.arch, **options)
+        except RuntimeError as error:
+            if "can't allocate memory" not in str(error):
+                raise
+            size = f"arch {config.arch} at img_size {data.img_size}"
+            raise InputError(f"{size} does not fit in memory; a smaller one would") from error
+    check_size(config.arch, model, data)
+    return model
+
+
+def given(config: TrainConfig, *names: str) -> dict:
+    """Those of the options that the user gave, with their values."""
+    return {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+
+
+@contextlib.contextmanager
+def refusing(arch: str, options: dict) -> Iterator[None]:
+    """Within, what the constructor of `arch` refuses ends in an InputError."""
+    try:
+        yield
     except TypeError as error:
         refused = next((name for name in options if name in str(error)), None)
         if refused is None:
             raise
         value = options[refused]
-        raise InputError(f"{refused} {value} is not something that arch {config.arch} takes; leave it out") from error
+        raise InputError(f"{refused} {value} is not something that arch {arch} takes; leave it out") from error
     except (ValueError, AssertionError) as error:
         raise InputError(one_line(error)) from error
-    check_size(config.arch, model, data)
-    return model
 
 
 def check_size(arch: str, model: nn.Module, data: Data) -> None:

@@ -55,7 +55,7 @@ def test_a_training_digit_depends_on_seed_epoch_and_index_alone():
 
 
 def test_loading_leaves_the_random_streams_alone(tmp_path):
-    for config in (TrainConfig(arch="test_vit"), folder_of_images(tmp_path)):
+    for config in (TrainConfig(arch="test_vit").settled(), folder_of_images(tmp_path)):
         data = open_data(config)
         before = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
         list(loader(data.train, Batches(len(data.train), 3, seed=0), config))

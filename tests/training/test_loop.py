@@ -129,7 +129,7 @@ def test_a_complete_run_is_left_alone(tmp_path):
         ({"batch_size": 5000}, "batch_size 5000"),
         ({"optimizer": "adamx"}, "adamx"),
         ({"precision": "fp16"}, "fp16"),
-        ({"checkpoint": 999}, "checkpoint 999"),
+        ({"checkpoint": 999}, "checkpoint policy 999"),
         ({"budget": "3 elephants"}, "3 elephants"),
     ],
 )
