@@ -63,6 +63,11 @@ def rows_in_reach(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 and x.stride(2) < 2**31 // 256 else x.contiguous()
 
 
+def settled(result: Tensor, written: Tensor) -> Tensor:
+    """`result`, with what the kernel wrote in its stead."""
+    return result if written is result else result.copy_(written)
+
+
 def padded(head_size: int) -> int:
     return max(16, triton.next_power_of_2(head_size))
 
@@ -130,9 +135,9 @@ def forward(
     where it sees no other.
     """
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    q, k, v = (rows_in_reach(t) for t in (q, k, v))
-    launch(attention_forward, "queries", [q, k, v, out, lse], k, problem, order, causal_by_order, self_last)
-    return out, lse
+    q, k, v, written = (rows_in_reach(t) for t in (q, k, v, out))
+    launch(attention_forward, "queries", [q, k, v, written, lse], k, problem, order, causal_by_order, self_last)
+    return settled(out, written), lse
 
 
 def backward(
@@ -149,13 +154,13 @@ def backward(
     self_last: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) as q, k and v, from delta (B, Hq, Nq) float32 as op.py makes it; options as in kernels.forward."""
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    q, k, v, grad_out = (rows_in_reach(t) for t in (q, k, v, grad_out))
+    results = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    q, k, v, grad_out, dq, dk, dv = (rows_in_reach(t) for t in (q, k, v, grad_out, *results))
     tensors = [q, k, v, grad_out, lse.contiguous(), delta.contiguous()]
     options = (problem, order, causal_by_order, self_last)
     launch(attention_dq, "queries", [*tensors, dq], k, *options)
     launch(attention_dkdv, "keys", [*tensors, dk, dv], k, *options)
-    return dq, dk, dv
+    return tuple(map(settled, results, (dq, dk, dv)))
 
 
 SIGNATURE = {  # of all arguments that are not strides; numbers are those of the plainest call
@@ -171,11 +176,12 @@ RULES = ("key_lengths", "q_segments", "k_segments", "order", "seed")  # None whe
 
 
 def builds(target: Target) -> Iterator[Build]:
-    """Each kernel for head sizes 64, 128 and 256, and with all its rules together ("masked") for 64 and 128."""
+    """Each kernel for head sizes 64 and 128; but for float16, which is like bfloat16, for 256 and with all its rules
+    together ("masked") too."""
     for kernel, dtype, size, masked in itertools.product(
         (attention_forward, attention_dq, attention_dkdv), DTYPES, HEAD_SIZES, (False, True)
     ):
-        if masked and size == 256:
+        if (masked and size == 256) or (dtype == "fp16" and (masked or size == 256)):
             continue
         tiles = tiling(kernel.__name__, target, dtype, size)
         constexprs = {"GROUP": 1, "D": size, "BLOCK_D": size, "TILE_Q": tiles.tile_q, "TILE_K": tiles.tile_k}
