@@ -1,6 +1,8 @@
 """Functions on tensors with their own backward."""
 
+from lean_arch.ops.attention.lsh import lsh_attention
 from lean_arch.ops.attention.op import sparse_attention
 from lean_arch.ops.backend import use
+from lean_arch.ops.linear_cross_entropy.op import linear_cross_entropy
 
-__all__ = ["sparse_attention", "use"]
+__all__ = ["linear_cross_entropy", "lsh_attention", "sparse_attention", "use"]

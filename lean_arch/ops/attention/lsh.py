@@ -1,0 +1,211 @@
+"""LSH attention (Reformer, Kitaev et al. 2020, arXiv 2001.04451): a token attends to tokens that hash as it does.
+
+Queries and keys are one tensor, the keys at length 1. Each round turns the tokens by random rotations, takes the
+nearest axis for their bucket (section 2), sorts them by (bucket, position) and cuts the sorted sequence into chunks; a
+chunk sees itself and the one before it. The rounds together are ONE softmax over all they see, a key as often as it is
+seen: their results are merged by log-sum-exp weights, and the backward pass needs nothing of a round but its order.
+
+A token sees itself only where it sees no other: such a row gives its own value, and its softmax over one key has no
+slope. So no score is ever lowered by a penalty, and the log-sum-exp, kept for the backward pass, is that of the others.
+
+As in the paper's section 2 the first chunk does not look around to the last, whose buckets are unlike its own. Were it
+to, the error to full attention would fall by 0 to 4% in 16 chunks, by up to 9% in 8 and by less in more; but two chunks
+that see each other are all there is, so up to twice the bucket size there is one chunk: full attention, at the cost
+that two would have.
+
+Shapes: qk, v, out (B, H, N, D); lse (B, H, N), -inf where a token sees no other; order (B, H, R, N) int32: the position
+of the n-th token in the order of round r.
+"""
+
+import importlib
+import math
+
+import torch
+from torch import Tensor
+
+from lean_arch.ops.attention.op import DTYPES, HEAD_SIZES, _backend, _integers, row_products
+from lean_arch.ops.attention.problem import arithmetic
+
+ROOMS = {"reference": "lsh_reference", "torch": "lsh_portable", "triton": "lsh_kernels"}
+MOST_BUCKETS = 128  # of one set of rotations; more are the product of two sets, or hashing would cost N^2
+AT_ONCE = {"cpu": 2**18, "cuda": 2**26}  # rotated numbers held at a time
+
+
+def lsh_attention(
+    qk: Tensor,
+    v: Tensor,
+    *,
+    n_hashes: int = 1,
+    bucket_size: int = 64,
+    causal: bool = False,
+    key_lengths: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Shared-QK attention of each token to those that hash as it does, in memory and time linear in the length.
+
+    Up to `2 * bucket_size` tokens it is full attention. Scores are scaled by 1 / sqrt(D).
+
+    Args:
+        qk: (B, H, N, D), D from 8 to 256; float32, float16, bfloat16 or float64. Queries as they are, keys at length 1.
+            Under autocast, cast to its dtype.
+        v: (B, H, N, D), of the same dtype.
+        n_hashes: rounds of hashing, each with rotations of its own: more of them find more of what full attention sees.
+        bucket_size: tokens in a chunk; there are about N / bucket_size buckets.
+        causal: a token sees none at a later position.
+        key_lengths: (B,) integers: only the first so many tokens of each sequence are seen. The others see what the
+            last chunks hold; they change nothing for the rest.
+        generator: draws the rotations, on its own device; torch's generator of qk's device by default.
+
+    Returns:
+        (B, H, N, D) in the dtype of qk. A row that sees nothing, not even itself, gives 0 and no gradient.
+
+    Raises ValueError where arguments do not fit each other.
+    """
+    if isinstance(qk, Tensor) and torch.is_autocast_enabled(qk.device.type) and qk.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(qk.device.type)
+        qk, v = qk.to(dtype), v.to(dtype)
+    _check(qk, v, n_hashes, bucket_size)
+    batch, heads, length, size = qk.shape
+    if key_lengths is not None:
+        key_lengths = _integers("key_lengths", key_lengths, (batch,))
+    sets = bucket_sets(length, bucket_size)
+    rounds = n_hashes if sets else 1  # in one chunk all rounds would be the same
+    device = qk.device if generator is None else generator.device
+    rotations = torch.randn(heads, size, rounds, sum(sets) // 2, generator=generator, device=device).to(qk.device)
+    out, _, _ = torch.ops.lean_arch.lsh_attention(
+        qk, v, rotations, key_lengths, bucket_size, causal, _backend(qk.device)
+    )
+    return out
+
+
+def chunk_size(length: int, bucket_size: int) -> int:
+    return length if length <= 2 * bucket_size else bucket_size
+
+
+def bucket_sets(length: int, bucket_size: int) -> tuple[int, ...]:
+    """How many buckets each set of rotations tells apart, all even; their product is about length / bucket_size."""
+    if chunk_size(length, bucket_size) == length:
+        return ()
+    number = 2 * max((length + bucket_size) // (2 * bucket_size), 1)
+    if number <= MOST_BUCKETS:
+        return (number,)
+    first = 2 * math.isqrt(number // 4)
+    return first, 2 * (number // (2 * first))
+
+
+def sort_tokens(qk: Tensor, rotations: Tensor, key_lengths: Tensor | None, sets: tuple[int, ...]) -> Tensor:
+    """The order (B, H, R, N) int32: by bucket, then position; tokens beyond the key lengths come last."""
+    batch, heads, length, _ = qk.shape
+    rounds = rotations.shape[2]
+    order = qk.new_empty(batch, heads, rounds, length, dtype=torch.int32)
+    rotations = rotations.to(arithmetic(qk.dtype)).flatten(2)
+    most = AT_ONCE.get(qk.device.type, AT_ONCE["cuda"])
+    heads_at_once = max(most // max(length * rotations.shape[2], 1), 1)
+    rows = max(most // max(rotations.shape[2], 1), 1)
+    for b in range(batch):
+        for start in range(0, heads, heads_at_once):
+            some = slice(start, start + heads_at_once)
+            parts = qk[b, some].split(rows, 1)
+            buckets = torch.cat([_buckets(x.to(rotations.dtype) @ rotations[some], rounds, sets) for x in parts], 2)
+            if key_lengths is not None:
+                beyond = torch.arange(length, device=qk.device) >= key_lengths[b]
+                buckets.masked_fill_(beyond, math.prod(sets))
+            order[b, some] = buckets.sort(stable=True).indices.int()
+    return order
+
+
+def _buckets(rotated: Tensor, rounds: int, sets: tuple[int, ...]) -> Tensor:
+    """(heads, R, n) int32 from rotated (heads, n, R * K): the place of the largest of [x, -x] in each set."""
+    rotated = rotated.unflatten(-1, (rounds, -1))
+    buckets = torch.zeros(rotated.shape[:-1], dtype=torch.int32, device=rotated.device)
+    for number, x in zip(sets, rotated.split([number // 2 for number in sets], -1)):
+        place = x.abs().argmax(-1, keepdim=True)
+        opposite = (x.gather(-1, place) < 0) * (number // 2)
+        buckets = buckets * number + (place + opposite).squeeze(-1)
+    return buckets.transpose(1, 2)
+
+
+def _check(qk, v, n_hashes, bucket_size):
+    for name, tensor in (("qk", qk), ("v", v)):
+        if not isinstance(tensor, Tensor) or tensor.dim() != 4:
+            found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(f"{name} must be a tensor (batch, heads, length, head size), got {found}")
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{name} is {tensor.dtype}; float32, float16, bfloat16 and float64 work")
+    if v.shape != qk.shape:
+        raise ValueError(f"v is {tuple(v.shape)} but qk is {tuple(qk.shape)}; they must have the same shape")
+    if v.dtype != qk.dtype or v.device != qk.device:
+        raise ValueError(f"v is {v.dtype} on {v.device}, but qk is {qk.dtype} on {qk.device}")
+    if qk.shape[3] not in HEAD_SIZES:
+        raise ValueError(f"head size {qk.shape[3]} of qk is not supported; 8 to 256 are")
+    if 0 in qk.shape:
+        raise ValueError(f"qk is {tuple(qk.shape)}; it takes one or more of each")
+    for name, value in (("n_hashes", n_hashes), ("bucket_size", bucket_size)):
+        if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
+            raise ValueError(f"{name} {value!r} must be a whole number, 1 or more")
+
+
+def _room(backend: str):
+    return importlib.import_module(f"lean_arch.ops.attention.{ROOMS[backend]}")
+
+
+@torch.library.custom_op("lean_arch::lsh_attention", mutates_args=())
+def _forward(
+    qk: Tensor,
+    v: Tensor,
+    rotations: Tensor,
+    key_lengths: Tensor | None,
+    bucket_size: int,
+    causal: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.autocast(qk.device.type, enabled=False):
+        order = sort_tokens(qk, rotations, key_lengths, bucket_sets(qk.shape[2], bucket_size))
+        chunk = chunk_size(qk.shape[2], bucket_size)
+        out, lse = _room(backend).forward(qk, v, order, key_lengths, chunk, causal)
+    return out, lse, order
+
+
+@_forward.register_fake
+def _(qk, v, rotations, key_lengths, bucket_size, causal, backend):
+    batch, heads, length, _ = qk.shape
+    order = qk.new_empty((batch, heads, rotations.shape[2], length), dtype=torch.int32)
+    return torch.empty_like(qk), qk.new_empty(qk.shape[:3], dtype=arithmetic(qk.dtype)), order
+
+
+@torch.library.custom_op("lean_arch::lsh_attention_backward", mutates_args=())
+def _backward(
+    grad_out: Tensor,
+    qk: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    order: Tensor,
+    key_lengths: Tensor | None,
+    bucket_size: int,
+    causal: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    with torch.autocast(qk.device.type, enabled=False):
+        delta, chunk = row_products(grad_out, out), chunk_size(qk.shape[2], bucket_size)
+        return _room(backend).backward(grad_out, delta, qk, v, lse, order, key_lengths, chunk, causal)
+
+
+@_backward.register_fake
+def _(grad_out, qk, v, *others):
+    return torch.empty_like(qk), torch.empty_like(v)
+
+
+def _remember(ctx, inputs, output):
+    qk, v, _, key_lengths, *ctx.options = inputs
+    out, lse, order = output
+    ctx.mark_non_differentiable(lse, order)
+    ctx.save_for_backward(qk, v, out, lse, order, key_lengths)
+
+
+def _differentiate(ctx, grad_out, *_):
+    grads = torch.ops.lean_arch.lsh_attention_backward(grad_out, *ctx.saved_tensors, *ctx.options)
+    return *grads, None, None, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_remember)
