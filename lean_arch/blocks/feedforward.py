@@ -1,0 +1,61 @@
+"""The feed-forward layer, in chunks of tokens: it has no token look at another, so its wide middle need not be whole.
+
+Reformer (Kitaev et al. 2020, arXiv 2001.04451), section 3, "Chunking".
+
+Shapes: x (..., C), the middle (..., F), which exists for one chunk of rows at a time.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+class ChunkedFeedForward(nn.Module):
+    """Linear, activation, dropout, Linear, dropout; a chunk of rows after the other, forward and backward.
+
+    For the backward pass it keeps its input and computes the middle again, chunk by chunk (with the same dropout).
+    The numbers are those of the whole layer at once; only sums over rows, in the weights' gradients, round otherwise.
+
+    Args:
+        dim: C.
+        hidden_dim: F; 4 * dim by default.
+        chunks: at most so many, of as many rows each. 1: the plain layer, which stores its middle.
+        dropout: share of the middle and of the output set to zero in training.
+        activation: makes the activation module, e.g. `nn.GELU` or `nn.ReLU`.
+
+    Raises ValueError for sizes or chunks below 1.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int | None = None,
+        chunks: int = 8,
+        dropout: float = 0.0,
+        activation: Callable[[], nn.Module] = nn.GELU,
+    ):
+        super().__init__()
+        hidden_dim = 4 * dim if hidden_dim is None else hidden_dim
+        for name, value in (("dim", dim), ("hidden_dim", hidden_dim), ("chunks", chunks)):
+            if value < 1:
+                raise ValueError(f"{name} {value} must be 1 or more")
+        self.chunks, self.dropout = chunks, dropout
+        self.fc1, self.fc2 = nn.Linear(dim, hidden_dim), nn.Linear(hidden_dim, dim)
+        self.act, self.drop = activation(), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., C) -> (..., C)."""
+        if self.chunks == 1:
+            return self._rows(x)
+        draws = self.training and self.dropout > 0
+        parts = x.flatten(0, -2).chunk(self.chunks)
+        parts = [checkpoint(self._rows, part, use_reentrant=False, preserve_rng_state=draws) for part in parts]
+        return torch.cat(parts).view(x.shape)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+
+    def extra_repr(self) -> str:
+        return f"chunks={self.chunks}"
