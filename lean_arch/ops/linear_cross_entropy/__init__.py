@@ -1,0 +1,1 @@
+"""The projection to a vocabulary and its cross-entropy in one, without the logits."""
