@@ -10,8 +10,11 @@ from collections.abc import Callable
 import torch
 
 from lean_arch.memory.allocator import mark, recording
+from lean_arch.ops.attention import portable
+from lean_arch.ops.attention.op import sparse_attention  # noqa: F401 (makes the operator)
+from lean_arch.ops.patterns import parse
 
-aten = torch.ops.aten
+aten, ours = torch.ops.aten, torch.ops.lean_arch
 
 
 def rule(func, args: tuple, kwargs: dict, out) -> int:
@@ -88,6 +91,16 @@ def _attention_backward(grad, q, k, v, result, lse, *args, out, **kwargs) -> int
     return copied + torch.get_num_threads() * 2 * rows * columns * (size + rounded) + rows * size
 
 
+def _sparse_attention(q, k, v, *others, out) -> int:
+    pattern, backend = others[-4], others[-1]
+    return portable.scratch_bytes(q, k, parse(pattern), backward=False) if backend == "torch" else 0
+
+
+def _sparse_attention_backward(grad_out, grad_lse, q, k, *others, out) -> int:
+    row_sums = q.shape[:3].numel() * 4
+    return row_sums + portable.scratch_bytes(q, k, parse(others[-4]), backward=True) if others[-1] == "torch" else 0
+
+
 RULES: dict[object, Callable[..., int]] = {
     aten.native_layer_norm: _layer_norm,
     aten.native_layer_norm_backward: _layer_norm_backward,
@@ -97,6 +110,8 @@ RULES: dict[object, Callable[..., int]] = {
     aten.roll: _roll,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    ours.sparse_attention: _sparse_attention,
+    ours.sparse_attention_backward: _sparse_attention_backward,
 }
 
 # operator -> its arguments whose first dimension is the batch

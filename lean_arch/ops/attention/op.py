@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from lean_arch.ops.attention import portable
 from lean_arch.ops.attention.problem import Problem, arithmetic
 from lean_arch.ops.attention.tiles import compile_tiles
 from lean_arch.ops.backend import backend_for
@@ -243,5 +244,6 @@ def _backward_flops(grad_shape, grad_lse_shape, q_shape, k_shape, *others, out_s
 def _product_flops(q_shape, k_shape, pattern, scale, dropout_p, backend) -> int:
     batch, heads, nq, size = q_shape
     nk = k_shape[2]
-    pairs = nq * nk if backend == "reference" else compile_tiles(parse(pattern), nq, nk).area
+    tile = (portable.TILE_Q, portable.TILE_K) if backend == "torch" else (64, 64)
+    pairs = nq * nk if backend == "reference" else compile_tiles(parse(pattern), nq, nk, *tile).area
     return 2 * batch * heads * size * pairs

@@ -49,10 +49,11 @@ class Tiles:
     @property
     def area(self) -> int:
         """Pairs in all the tiles, those beyond the ends left out."""
-        rows = (torch.arange(len(self.queries.starts)) * self.tile_q).clamp(max=self.nq).diff()
-        columns = (torch.arange(len(self.keys.starts)) * self.tile_k).clamp(max=self.nk).diff()
-        per_row = rows.repeat_interleave(self.queries.starts.diff())
-        return int((per_row * columns[self.queries.others.long()]).sum())
+        with _disable_current_modes():
+            rows = (torch.arange(len(self.queries.starts)) * self.tile_q).clamp(max=self.nq).diff()
+            columns = (torch.arange(len(self.keys.starts)) * self.tile_k).clamp(max=self.nk).diff()
+            per_row = rows.repeat_interleave(self.queries.starts.diff())
+            return int((per_row * columns[self.queries.others.long()]).sum())
 
     def masks(self) -> Tensor:
         """`bits` as bool (M, tile_q, tile_k)."""
