@@ -72,6 +72,11 @@ def padded(head_size: int) -> int:
     return max(16, triton.next_power_of_2(head_size))
 
 
+def chunk(dtype: torch.dtype, scalar: bool) -> int:
+    """Columns that are multiplied at a time (see kernels_forward.product): all, but of float32 on scalar units."""
+    return 32 if dtype == torch.float32 and scalar else 256
+
+
 def tiling_for(kernel: str, q: Tensor) -> Tiling:
     if interpreted():
         return Tiling(32, 32, 4, 1)
@@ -113,6 +118,7 @@ def launch(kernel, side: str, tensors: list[Tensor], keys: Tensor, problem: Prob
             problem.scale, dropout.threshold(problem.dropout_p), 1 / (1 - problem.dropout_p),
             batch * own_heads, own_heads, nq, nk,
             GROUP=groups, D=size, BLOCK_D=padded(size), TILE_Q=tiling.tile_q, TILE_K=tiling.tile_k,
+            CHUNK=chunk(q.dtype, torch.version.hip is None),
             MASK_ALL=mask_all, CAUSAL_BY_ORDER=causal_by_order, SELF_LAST=self_last,
             num_warps=tiling.num_warps, num_stages=tiling.num_stages,
         )  # fmt: skip
@@ -135,6 +141,8 @@ def forward(
     where it sees no other.
     """
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    if problem.scale < 0:  # the kernel takes the largest product for that of the largest score
+        q, problem = -q, dataclasses.replace(problem, scale=-problem.scale)
     q, k, v, written = (rows_in_reach(t) for t in (q, k, v, out))
     launch(attention_forward, "queries", [q, k, v, written, lse], k, problem, order, causal_by_order, self_last)
     return settled(out, written), lse
@@ -185,6 +193,7 @@ def builds(target: Target) -> Iterator[Build]:
             continue
         tiles = tiling(kernel.__name__, target, dtype, size)
         constexprs = {"GROUP": 1, "D": size, "BLOCK_D": size, "TILE_Q": tiles.tile_q, "TILE_K": tiles.tile_k}
+        constexprs["CHUNK"] = chunk(DTYPES[dtype], target.backend == "cuda")
         constexprs |= dict.fromkeys(("MASK_ALL", "CAUSAL_BY_ORDER", "SELF_LAST"), masked)
         constexprs |= {} if masked else dict.fromkeys(RULES)
         signature = {name: SIGNATURE.get(name, "i32:16").replace("DTYPE", dtype) for name in kernel.arg_names}

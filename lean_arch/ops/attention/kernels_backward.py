@@ -15,6 +15,7 @@ from lean_arch.ops.attention.kernels_forward import (
     LOG2_E,
     kept,
     load_rows,
+    product,
     rows_of,
     store_rows,
     visible,
@@ -35,8 +36,9 @@ def attention_dq(
     grad_batch, grad_head, grad_row, dq_batch, dq_head, dq_row,
     walk, entries, bits, key_lengths, q_segments, k_segments, order, seed,
     scale, kept_from, kept_scale, pairs, heads, nq, nk,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
-    MASK_ALL: tl.constexpr, CAUSAL_BY_ORDER: tl.constexpr, SELF_LAST: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, MASK_ALL: tl.constexpr,
+    CAUSAL_BY_ORDER: tl.constexpr, SELF_LAST: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0) % pairs
     walk += tl.program_id(0) // pairs * 4
@@ -47,8 +49,10 @@ def attention_dq(
     first, local, i = rows_of(tile, pair, nq, order, TILE_Q)
     r, c = tl.arange(0, TILE_Q), tl.arange(0, TILE_K)
     inside = tile * TILE_Q + r < nq
-    queries = load_rows(q + batch * q_batch + head * q_head, q_row, first, local, D, BLOCK_D)
-    grads = load_rows(grad_out + batch * grad_batch + head * grad_head, grad_row, first, local, D, BLOCK_D)
+    q += batch * q_batch + head * q_head
+    grad_out += batch * grad_batch + head * grad_head
+    queries = load_rows(q, q_row, first, local, D, BLOCK_D)
+    grads = load_rows(grad_out, grad_row, first, local, D, BLOCK_D)
     level = log_sums(lse + pair.to(tl.int64) * nq + i, inside)[:, None]
     owed = tl.load(delta + pair.to(tl.int64) * nq + i)[:, None]
     sums = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
@@ -60,9 +64,13 @@ def attention_dq(
             if masked:
                 k_first, k_local, j = rows_of(other, pair, nk, order, TILE_K)
             keys = load_rows(k, k_row, k_first, k_local, D, BLOCK_D)
-            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * (scale * LOG2_E)
+            scores = product(
+                queries, keys, q, q_row, first, local, k, k_row, k_first, k_local, D, BLOCK_D, CHUNK
+            ) * (scale * LOG2_E)  # fmt: skip
             values = load_rows(v, v_row, k_first, k_local, D, BLOCK_D)
-            slopes = tl.dot(grads, tl.trans(values), input_precision="ieee")
+            slopes = product(
+                grads, values, grad_out, grad_row, first, local, v, v_row, k_first, k_local, D, BLOCK_D, CHUNK
+            )  # fmt: skip
             if masked:
                 seen = visible(
                     bits, tl.load(entries + entry * 2 + 1), r[:, None], c[None, :], (other * TILE_K + c < nk)[None, :],
@@ -89,8 +97,9 @@ def attention_dkdv(
     grad_batch, grad_head, grad_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
     walk, entries, bits, key_lengths, q_segments, k_segments, order, seed,
     scale, kept_from, kept_scale, pairs, heads, nq, nk,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
-    MASK_ALL: tl.constexpr, CAUSAL_BY_ORDER: tl.constexpr, SELF_LAST: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, MASK_ALL: tl.constexpr,
+    CAUSAL_BY_ORDER: tl.constexpr, SELF_LAST: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0) % pairs
     walk += tl.program_id(0) // pairs * 4
@@ -99,8 +108,10 @@ def attention_dkdv(
     first, local, j = rows_of(tile, pair, nk, order, TILE_K)
     r, c = tl.arange(0, TILE_Q), tl.arange(0, TILE_K)
     inside = tile * TILE_K + c < nk
-    keys = load_rows(k + batch * k_batch + head * k_head, k_row, first, local, D, BLOCK_D)
-    values = load_rows(v + batch * v_batch + head * v_head, v_row, first, local, D, BLOCK_D)
+    k += batch * k_batch + head * k_head
+    v += batch * v_batch + head * v_head
+    keys = load_rows(k, k_row, first, local, D, BLOCK_D)
+    values = load_rows(v, v_row, first, local, D, BLOCK_D)
     key_sums = tl.zeros([TILE_K, BLOCK_D], tl.float32)
     value_sums = tl.zeros([TILE_K, BLOCK_D], tl.float32)
     for member in range(GROUP):
@@ -117,7 +128,9 @@ def attention_dkdv(
                     q_first, q_local, i = rows_of(other, q_pair, nq, order, TILE_Q)
                 queries = load_rows(q_base, q_row, q_first, q_local, D, BLOCK_D)
                 level = log_sums(lse_base + i, other * TILE_Q + r < nq)[None, :]
-                scores = tl.dot(keys, tl.trans(queries), input_precision="ieee") * (scale * LOG2_E)
+                scores = product(
+                    keys, queries, k, k_row, first, local, q_base, q_row, q_first, q_local, D, BLOCK_D, CHUNK
+                ) * (scale * LOG2_E)  # fmt: skip
                 if masked:
                     seen = visible(
                         bits, tl.load(entries + entry * 2 + 1), r[None, :], c[:, None], inside[:, None],
@@ -129,7 +142,9 @@ def attention_dkdv(
                     scores = tl.where(seen, scores, float("-inf"))
                 weights = tl.exp2(scores - level)
                 grads = load_rows(grad_base, grad_row, q_first, q_local, D, BLOCK_D)
-                slopes = tl.dot(values, tl.trans(grads), input_precision="ieee")
+                slopes = product(
+                    values, grads, v, v_row, first, local, grad_base, grad_row, q_first, q_local, D, BLOCK_D, CHUNK
+                )  # fmt: skip
                 if seed is not None:
                     keep = kept(seed, q_pair, i[None, :], j[:, None], kept_from)
                     slopes = tl.where(keep, slopes * kept_scale, 0.0)

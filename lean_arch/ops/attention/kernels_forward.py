@@ -62,6 +62,25 @@ def load_rows(base, stride, first, local, D: tl.constexpr, BLOCK_D: tl.constexpr
 
 
 @triton.jit
+def product(
+    whole_x, whole_y, x, x_row, x_first, x_local, y, y_row, y_first, y_local,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """x y^T of two tiles, which lie at x and y. Exact float32 has only scalar units on NVIDIA, for which Triton keeps
+    whole rows in each thread's registers: there it goes CHUNK columns at a time."""
+    if CHUNK >= BLOCK_D:
+        sums = tl.dot(whole_x, tl.trans(whole_y), input_precision="ieee")
+    else:
+        sums = tl.zeros([x_local.shape[0], y_local.shape[0]], tl.float32)
+        for start in range(0, BLOCK_D, CHUNK):
+            columns = start + tl.arange(0, CHUNK)[None, :]
+            some_x = tl.load(x + x_first * x_row + (x_local[:, None] * x_row + columns), mask=columns < D, other=0.0)
+            some_y = tl.load(y + y_first * y_row + (y_local[:, None] * y_row + columns), mask=columns < D, other=0.0)
+            sums = tl.dot(some_x, tl.trans(some_y), sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
 def store_rows(base, stride, first, local, inside, values, D: tl.constexpr, BLOCK_D: tl.constexpr):
     columns = tl.arange(0, BLOCK_D)[None, :]
     at = (base + first * stride) + (local[:, None] * stride + columns)
@@ -97,8 +116,9 @@ def attention_forward(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
     walk, entries, bits, key_lengths, q_segments, k_segments, order, seed,
     scale, kept_from, kept_scale, pairs, heads, nq, nk,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
-    MASK_ALL: tl.constexpr, CAUSAL_BY_ORDER: tl.constexpr, SELF_LAST: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, MASK_ALL: tl.constexpr,
+    CAUSAL_BY_ORDER: tl.constexpr, SELF_LAST: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0) % pairs
     walk += tl.program_id(0) // pairs * 4
@@ -108,9 +128,9 @@ def attention_forward(
     v += batch * v_batch + head // GROUP * v_head
     first, local, i = rows_of(tile, pair, nq, order, TILE_Q)
     r, c = tl.arange(0, TILE_Q), tl.arange(0, TILE_K)
-    queries = load_rows(q + batch * q_batch + head * q_head, q_row, first, local, D, BLOCK_D)
-    queries = tl.where(scale < 0, -queries, queries)  # so that the largest product is the largest score
-    strength = tl.abs(scale) * LOG2_E
+    q += batch * q_batch + head * q_head
+    queries = load_rows(q, q_row, first, local, D, BLOCK_D)
+    strength = scale * LOG2_E
     top = tl.full([TILE_Q], float("-inf"), tl.float32)
     total = tl.zeros([TILE_Q], tl.float32)
     sums = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
@@ -122,7 +142,9 @@ def attention_forward(
             if masked:
                 k_first, k_local, j = rows_of(other, pair, nk, order, TILE_K)
             keys = load_rows(k, k_row, k_first, k_local, D, BLOCK_D)
-            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+            scores = product(
+                queries, keys, q, q_row, first, local, k, k_row, k_first, k_local, D, BLOCK_D, CHUNK
+            )  # fmt: skip
             if masked:
                 seen = visible(
                     bits, tl.load(entries + entry * 2 + 1), r[:, None], c[None, :], (other * TILE_K + c < nk)[None, :],
@@ -137,7 +159,7 @@ def attention_forward(
                 level = tl.where(new_top == float("-inf"), 0.0, new_top)
                 weights = tl.exp2(scores - level[:, None])
             else:
-                new_top = tl.maximum(top, tl.max(scores, 1) * strength)
+                new_top = tl.maximum(top, tl.max(scores, 1) * strength)  # the scale is not negative
                 level = new_top
                 weights = tl.exp2(scores * strength - level[:, None])
             shrink = tl.exp2(top - level)

@@ -56,7 +56,7 @@ CASES |= {
     "zero scale": {"pattern": "causal", "shape": "square", "scale": 0.0},
     "non-contiguous": {"pattern": "causal", "shape": "grouped", "layout": "BNHD"},
     "last dimension strided": {"pattern": "local", "shape": "square", "layout": "BHDN"},
-    "far rows": {"pattern": "local", "shape": "square", "layout": "far rows"},
+    "far rows": {"pattern": "local", "shape": "square", "layout": "far rows", "dtype": torch.float16},
     "order": {"pattern": "chunks", "shape": "square", "order": True},
     "lsh": {"pattern": "chunks", "shape": "square", **LSH},
     "lsh, dropout, lengths": {"pattern": "chunks", "shape": "square", **LSH, "lengths": True, "dropout": 0.2},
