@@ -18,7 +18,7 @@ class Tiling(NamedTuple):
 
 HEAD_SIZES = (64, 128, 256)  # a smaller or middling one takes the tiles of the next of these
 
-# kernel, kind of numbers -> target, or its kind -> (tile_q, tile_k, warps, stages) for head sizes 64, 128 and 256
+# kernel, kind of numbers -> target, or its maker, or how much shared memory it has -> (tile_q, tile_k, warps, stages)
 TABLE = {
     ("attention_forward", "half"): {
         "large": ((128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
@@ -27,8 +27,7 @@ TABLE = {
         "hip": ((128, 64, 4, 1), (128, 32, 4, 1), (64, 32, 4, 1)),
     },
     ("attention_forward", "fp32"): {
-        "large": ((64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 8, 1)),
-        "small": ((64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 8, 1)),
+        "cuda": ((64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 8, 1)),
         "hip": ((64, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
     },
     ("attention_dq", "half"): {
@@ -38,8 +37,7 @@ TABLE = {
         "hip": ((64, 64, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1)),
     },
     ("attention_dq", "fp32"): {
-        "large": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
-        "small": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
+        "cuda": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
         "hip": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
     },
     ("attention_dkdv", "half"): {
@@ -51,8 +49,7 @@ TABLE = {
         "hip": ((64, 64, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1)),
     },
     ("attention_dkdv", "fp32"): {
-        "large": ((32, 32, 4, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
-        "small": ((32, 32, 4, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
+        "cuda": ((32, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
         "hip": ((32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1)),
     },
 }
@@ -61,5 +58,6 @@ TABLE = {
 def tiling(kernel: str, target: Target, dtype: str, block_d: int) -> Tiling:
     """For a kernel by name, a target, Triton's name of a dtype and a head size that is a power of two."""
     table = TABLE[kernel, "fp32" if dtype == "fp32" else "half"]
-    kind = "hip" if target.backend == "hip" else "large" if target.shared_limit > 128 * 1024 else "small"
-    return Tiling(*table.get(target.name, table[kind])[sum(block_d > size for size in HEAD_SIZES)])
+    kinds = (target.name, target.backend, "large" if target.shared_limit > 128 * 1024 else "small")
+    sizes = next(table[kind] for kind in kinds if kind in table)
+    return Tiling(*sizes[sum(block_d > size for size in HEAD_SIZES)])
