@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from lean_arch.blocks import KeyValues, ReversibleSequence, SparseAttention
 from lean_arch.blocks.reversible import to_fixed, to_float
-from lean_arch.models.lean_sequence import VOCABULARY, projected_loss
+from lean_arch.models.lean_sequence import VOCABULARY
+from lean_arch.ops import linear_cross_entropy
 from lean_arch.ops.patterns import causal, local
 from lean_arch.registry import SEQUENCE_MODELS
 
@@ -103,7 +104,8 @@ class LeanLM(nn.Module):
         x = self.forward_features(tokens)
         if targets is None:
             return self.head(x)
-        return projected_loss(x, self.head.weight, None, targets, label_smoothing)
+        options = {"label_smoothing": label_smoothing, "reduction": "sum"}
+        return linear_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), **options)
 
     def _fuse(self, y1: Tensor, y2: Tensor) -> Tensor:
         return self.norm((y1 + y2) * 0.5)
@@ -187,7 +189,7 @@ def lean_lm_tiny(**kwargs) -> LeanLM:
 def lean_lm_small(**kwargs) -> LeanLM:
     """12 layers of 512 channels, 8 heads; a quarter as many key-value heads."""
     sizes = {"seq_len": 2048, "dim": 512, "depth": 12, "num_heads": 8, "num_kv_heads": 2, "window": 256}
-    return LeanLM(**sizes | {"global_every": 4} | kwargs)
+    return LeanLM(**sizes | kwargs)
 
 
 @SEQUENCE_MODELS.register("lean_lm_base")

@@ -1,4 +1,4 @@
-"""What all sequence architectures share: the vocabulary of bytes, and the loss of a projection onto it.
+"""What all sequence architectures share: the vocabulary of bytes, and what the loop asks of them.
 
 A sequence model is an nn.Module, registered in `lean_arch.registry.SEQUENCE_MODELS`, with
     objective   "causal" (targets are the next bytes) or "masked" (targets are the bytes that were hidden)
@@ -11,12 +11,7 @@ Shapes: B sequences, N tokens, D channels, V vocabulary: tokens, targets (B, N) 
 
 import enum
 
-import torch.nn.functional as F
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
-
 BYTES = 256
-ROWS = 1024  # whose logits exist at a time
 IGNORED = -100  # the target that does not count
 
 
@@ -30,15 +25,3 @@ class Special(enum.IntEnum):
 
 
 VOCABULARY = BYTES + len(Special)
-
-
-def projected_loss(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, label_smoothing: float) -> Tensor:
-    """Cross-entropy of x (B, N, D) projected by weight (V, D) and bias (V,), summed over the targets that count."""
-    x, targets = x.flatten(0, 1), targets.flatten()
-    pieces = zip(x.split(ROWS), targets.split(ROWS), strict=True)
-    return sum(checkpoint(_piece, x, weight, bias, t, label_smoothing, use_reentrant=False) for x, t in pieces)
-
-
-def _piece(x, weight, bias, targets, label_smoothing):
-    logits = F.linear(x, weight, bias).float()
-    return F.cross_entropy(logits, targets, ignore_index=IGNORED, label_smoothing=label_smoothing, reduction="sum")

@@ -66,7 +66,8 @@ def test_how_far_back_a_token_sees(options, seen):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(
-    ("options", "batch"), [({}, 4), ({"drop_rate": 0.2}, 5), ({"tied": False, "chunks": 1}, 3), ({"depth": 12}, 1)]
+    ("options", "batch"),
+    [({}, 4), ({"drop_rate": 0.2}, 5), ({"tied": False, "chunks": 1}, 3), ({"depth": 12}, 1)],
 )
 def test_gradients_equal_stored_ones_bit_for_bit(options, batch, autocast):
     model = build(**options)
