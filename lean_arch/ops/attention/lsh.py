@@ -70,8 +70,11 @@ def lsh_attention(
         key_lengths = _integers("key_lengths", key_lengths, (batch,))
     sets = bucket_sets(length, bucket_size)
     rounds = n_hashes if sets else 1  # in one chunk all rounds would be the same
-    device = qk.device if generator is None else generator.device
-    rotations = torch.randn(heads, size, rounds, sum(sets) // 2, generator=generator, device=device).to(qk.device)
+    shape = heads, size, rounds, sum(sets) // 2
+    if generator is None:  # named at all, it would fix the shape of a compiled graph
+        rotations = torch.randn(shape, device=qk.device)
+    else:
+        rotations = torch.randn(shape, generator=generator, device=generator.device).to(qk.device)
     out, _, _ = torch.ops.lean_arch.lsh_attention(
         qk, v, rotations, key_lengths, bucket_size, causal, _backend(qk.device)
     )
@@ -89,7 +92,7 @@ def bucket_sets(length: int, bucket_size: int) -> tuple[int, ...]:
     number = 2 * max((length + bucket_size) // (2 * bucket_size), 1)
     if number <= MOST_BUCKETS:
         return (number,)
-    first = 2 * math.isqrt(number // 4)
+    first = 2 * int(math.sqrt(number) / 2)
     return first, 2 * (number // (2 * first))
 
 
@@ -136,7 +139,7 @@ def _check(qk, v, n_hashes, bucket_size):
         raise ValueError(f"v is {tuple(v.shape)} but qk is {tuple(qk.shape)}; they must have the same shape")
     if v.dtype != qk.dtype or v.device != qk.device:
         raise ValueError(f"v is {v.dtype} on {v.device}, but qk is {qk.dtype} on {qk.device}")
-    if qk.shape[3] not in HEAD_SIZES:
+    if not HEAD_SIZES.start <= qk.shape[3] < HEAD_SIZES.stop:  # `in` would end a dynamic graph
         raise ValueError(f"head size {qk.shape[3]} of qk is not supported; 8 to 256 are")
     if 0 in qk.shape:
         raise ValueError(f"qk is {tuple(qk.shape)}; it takes one or more of each")
