@@ -49,6 +49,8 @@ def compile_build(build: Build, target: Target):
             attributes[(names.index(name),)] = [["tt.divisibility", int(multiple)]]
     source = ASTSource(build.fn, signature, build.constexprs, attributes)
     options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
+    if build.maxnreg:
+        options["maxnreg"] = build.maxnreg
     return triton.compile(source, GPUTarget(target.backend, target.arch, target.warp_size), options)
 
 

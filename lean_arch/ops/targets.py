@@ -50,7 +50,8 @@ class Build:
 
     name is told from that of other kernels, head sizes and the like included; dtype is Triton's. signature: argument
     -> type, as "*bf16", "i32" or "fp32", with ":16" after it where the value or address is a multiple of 16.
-    constexprs: argument -> value, for None and 1 too. uses_dot: whether matrix units should show.
+    constexprs: argument -> value, for None and 1 too. uses_dot: whether matrix units should show. maxnreg:
+    registers that a thread may take, on NVIDIA, where ptxas sometimes prefers a few spills to taking them.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Build:
     num_warps: int
     num_stages: int
     uses_dot: bool
+    maxnreg: int | None = None
 
 
 @functools.cache

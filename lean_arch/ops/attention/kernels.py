@@ -27,6 +27,8 @@ from lean_arch.ops.backend import interpreted
 from lean_arch.ops.patterns import Pattern
 from lean_arch.ops.targets import DTYPES, Build, Target, target_of
 
+REGISTERS = 255  # all that a thread can have: left alone, ptxas sometimes stops at 128 and spills
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Walk:
@@ -112,6 +114,7 @@ def launch(kernel, side: str, tensors: list[Tensor], keys: Tensor, problem: Prob
     grid = (len(way.rows) * batch * own_heads,)
     if grid[0] == 0:
         return
+    limits = {"maxnreg": REGISTERS} if q.is_cuda and torch.version.hip is None else {}
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         kernel[grid](
             *tensors, *strides(*(t for t in tensors if t.dim() == 4)), way.rows, way.entries, way.bits, *rules, seed,
@@ -120,7 +123,7 @@ def launch(kernel, side: str, tensors: list[Tensor], keys: Tensor, problem: Prob
             GROUP=groups, D=size, BLOCK_D=padded(size), TILE_Q=tiling.tile_q, TILE_K=tiling.tile_k,
             CHUNK=chunk(q.dtype, torch.version.hip is None),
             MASK_ALL=mask_all, CAUSAL_BY_ORDER=causal_by_order, SELF_LAST=self_last,
-            num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+            num_warps=tiling.num_warps, num_stages=tiling.num_stages, **limits,
         )  # fmt: skip
 
 
@@ -198,4 +201,5 @@ def builds(target: Target) -> Iterator[Build]:
         constexprs |= {} if masked else dict.fromkeys(RULES)
         signature = {name: SIGNATURE.get(name, "i32:16").replace("DTYPE", dtype) for name in kernel.arg_names}
         name = f"{kernel.__name__}{'_masked' * masked}_d{size}"
-        yield Build(name, dtype, kernel, signature, constexprs, tiles.num_warps, tiles.num_stages, uses_dot=True)
+        registers = REGISTERS if target.backend == "cuda" else None
+        yield Build(name, dtype, kernel, signature, constexprs, tiles.num_warps, tiles.num_stages, True, registers)
