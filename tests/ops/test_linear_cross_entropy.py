@@ -186,7 +186,7 @@ def test_compiles_whole():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_logits_in_memory(dtype, monkeypatch):
     monkeypatch.undo()  # tiles as they are
-    sizes = [(1024, 16, 20_000), (2048, 16, 20_000), (1024, 16, 40_000)]
+    sizes = [(256, 16, 20_000), (512, 16, 20_000), (256, 16, 40_000)]
     extra = []
     for tokens, size, classes in sizes:
         x, weight, target, bias = problem(tokens, size, classes, dtype)
