@@ -10,10 +10,18 @@ from lean_arch.models.lean_sequence import VOCABULARY
 from lean_arch.registry import SEQUENCE_MODELS
 
 MILLION_PARAMETERS = {  # those for images: of the papers' models of the same sizes
+    "lean_bigbird": 0.82,
+    "lean_bigbird_tiny": 0.82,
+    "lean_bigbird_small": 25.33,
+    "lean_bigbird_base": 85.21,
     "lean_lm": 0.76,
     "lean_lm_tiny": 0.76,
     "lean_lm_small": 33.21,
     "lean_lm_base": 264.71,
+    "lean_longformer": 1.07,
+    "lean_longformer_tiny": 1.07,
+    "lean_longformer_small": 32.97,
+    "lean_longformer_base": 110.26,
     "lean_vit": 5.72,
     "lean_vit_tiny": 5.72,
     "lean_vit_small": 22.05,
@@ -26,7 +34,12 @@ def test_names():
     names = lean_arch.list_models()
     assert names == sorted(MILLION_PARAMETERS)
     assert set(names) - set(SEQUENCE_MODELS.names()) == set(timm.list_models("lean_*"))
-    assert lean_arch.list_models("*_small") == ["lean_lm_small", "lean_vit_small"]
+    assert lean_arch.list_models("*_small") == [
+        "lean_bigbird_small",
+        "lean_lm_small",
+        "lean_longformer_small",
+        "lean_vit_small",
+    ]
 
 
 def test_unknown_name_gets_the_nearest_ones():
