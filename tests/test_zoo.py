@@ -22,6 +22,10 @@ MILLION_PARAMETERS = {  # those for images: of the papers' models of the same si
     "lean_longformer_tiny": 1.07,
     "lean_longformer_small": 32.97,
     "lean_longformer_base": 110.26,
+    "lean_reformer": 0.79,
+    "lean_reformer_tiny": 0.79,
+    "lean_reformer_small": 36.39,
+    "lean_reformer_base": 145.20,
     "lean_vit": 5.72,
     "lean_vit_tiny": 5.72,
     "lean_vit_small": 22.05,
@@ -38,6 +42,7 @@ def test_names():
         "lean_bigbird_small",
         "lean_lm_small",
         "lean_longformer_small",
+        "lean_reformer_small",
         "lean_vit_small",
     ]
 

@@ -23,6 +23,9 @@ class LSHAttention(nn.Module):
     text is scored alike whatever was run before, and evaluating in the midst of training leaves its random numbers
     as they were.
 
+    As in the paper, where the chunks of the sorted tokens begin depends on all tokens: a causal layer sees nothing of a
+    later token, but beyond twice the bucket size the later ones change WHICH of the earlier ones a token sees.
+
     Args:
         dim: C; the head size C / H must be 8 to 256.
         num_heads: H.
