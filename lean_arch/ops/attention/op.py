@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lean_arch.ops.attention import portable
+from lean_arch.ops.attention import pieces
 from lean_arch.ops.attention.problem import Problem, arithmetic
 from lean_arch.ops.attention.tiles import compile_tiles
 from lean_arch.ops.backend import backend_for
@@ -187,7 +187,9 @@ def _backward(
     delta = row_products(grad_out, out)
     if grad_lse is not None:
         delta -= grad_lse
-    return _room(backend).backward(grad_out, delta, q, k, v, lse, problem)
+    # the fused kernel makes its own delta, of the output alone
+    more = {"out": out} if backend == "torch" and grad_lse is None else {}
+    return _room(backend).backward(grad_out, delta, q, k, v, lse, problem, **more)
 
 
 @_backward.register_fake
@@ -244,6 +246,6 @@ def _backward_flops(grad_shape, grad_lse_shape, q_shape, k_shape, *others, out_s
 def _product_flops(q_shape, k_shape, pattern, scale, dropout_p, backend) -> int:
     batch, heads, nq, size = q_shape
     nk = k_shape[2]
-    tile = (portable.TILE_Q, portable.TILE_K) if backend == "torch" else (64, 64)
+    tile = (pieces.TILE_Q, pieces.TILE_K) if backend == "torch" else (64, 64)
     pairs = nq * nk if backend == "reference" else compile_tiles(parse(pattern), nq, nk, *tile).area
     return 2 * batch * heads * size * pairs

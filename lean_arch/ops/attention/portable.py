@@ -5,108 +5,28 @@ consecutive ones: slices of k and v, so nothing of their size is copied. Where a
 tokens, dense patterns) they are cut into pieces, whose results are merged by running maxima and sums (Milakov and
 Gimelshein 2018, arXiv 1805.02867). The backward pass adds each tile's share to slices of dk and dv, in one order.
 
+On a CPU, float32 without lengths, segments or dropout goes through PyTorch's fused kernel (FlashAttention, Dao et al.
+2022, arXiv 2205.14135), a piece at a time; all else through matrix products. Their log-sum-exps mix freely.
+
 Shapes: q (B, Hq, Nq, D); k, v (B, Hkv, Nk, D). Of a block: b sequences, h key heads and their g = Hq / Hkv query heads
-each, n queries, c keys of a piece; scores (b * h, g * n, c).
+each, n queries, c keys of a piece; rows (b, h, g * n, D), scores (b * h, g * n, c).
 """
 
 import dataclasses
-import itertools
 import math
-import weakref
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lean_arch.ops.attention.dropout import keep, row_keys
+from lean_arch.ops.attention.pieces import TILE_Q, Piece, Plan, plan_of
 from lean_arch.ops.attention.problem import Problem, arithmetic
-from lean_arch.ops.attention.tiles import Tiles, compile_tiles
 from lean_arch.ops.patterns import Pattern
 
-TILE_Q, TILE_K = 64, 64
-PIECE = 2048  # keys at a time
 BLOCK = {"cpu": 2**19}  # scores at a time: about what stays in a cache; elsewhere 2^26
-MASKS = 2**26  # bytes of unpacked masks that are kept with a pattern
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """Keys of some query tile. runs: [first, end) of each run of keys; partial: (first column, end, mask numbers)."""
-
-    runs: tuple[tuple[int, int], ...]
-    partial: tuple[tuple[int, int, tuple[int, ...]], ...]
-    width: int
-
-    def of(self, x: Tensor, dim: int) -> Tensor:
-        """The piece's keys of `x`: a view where they are one run."""
-        parts = [x.narrow(dim, first, end - first) for first, end in self.runs]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-    def add(self, x: Tensor, other: Tensor, dim: int):
-        """x += other at the piece's keys."""
-        for (first, end), part in zip(self.runs, other.split([end - first for first, end in self.runs], dim)):
-            x.narrow(dim, first, end - first).add_(part)
-
-
-class Plan:
-    """The pieces of each query tile, and the masks in them, unpacked."""
-
-    def __init__(self, tiles: Tiles):
-        starts = tiles.queries.starts.tolist()
-        others, masks = tiles.queries.others.tolist(), tiles.queries.masks.tolist()
-        self.tiles, self.unpacked, self.room = tiles, {}, MASKS
-        known = {}  # equal pieces are kept once
-        self.pieces = [
-            tuple(
-                known.setdefault(piece, piece)
-                for at in range(first, end, PIECE // tiles.tile_k)
-                for piece in [self._piece(others, masks, at, min(at + PIECE // tiles.tile_k, end))]
-            )
-            for first, end in itertools.pairwise(starts)
-        ]
-        self.width = max((piece.width for pieces in self.pieces for piece in pieces), default=0)
-
-    def _piece(self, others, masks, first, end) -> Piece:
-        runs, partial, width = [], [], 0
-        for other, mask in zip(others[first:end], masks[first:end]):
-            start = other * self.tiles.tile_k
-            stop = min(start + self.tiles.tile_k, self.tiles.nk)
-            if runs and runs[-1][1] == start:
-                runs[-1] = (runs[-1][0], stop)
-            else:
-                runs.append((start, stop))
-            if mask and partial and partial[-1][1] == width:
-                partial[-1] = (partial[-1][0], width + stop - start, (*partial[-1][2], mask - 1))
-            elif mask:
-                partial.append((width, width + stop - start, (mask - 1,)))
-            width += stop - start
-        return Piece(tuple(runs), tuple(partial), width)
-
-    def penalty(self, numbers: tuple[int, ...], like: Tensor) -> Tensor:
-        """(tile_q, columns) in the dtype of `like`: -inf where a pair does not count, else 0; of masks side by side."""
-        key = numbers, like.dtype, like.device
-        found = self.unpacked.get(key)
-        if found is None:
-            bits = self.tiles.bits[list(numbers)].to(like.device)
-            bit = torch.arange(32, dtype=torch.int32, device=like.device)
-            hidden = (((bits[..., None] >> bit) & 1) == 0).flatten(2).transpose(0, 1).flatten(1)
-            found = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -math.inf)
-            if found.nbytes <= self.room:
-                self.room -= found.nbytes
-                self.unpacked[key] = found
-        return found
-
-
-_plans = weakref.WeakKeyDictionary()
-
-
-def plan_of(pattern: Pattern, nq: int, nk: int) -> Plan:
-    tiles = compile_tiles(pattern, nq, nk, TILE_Q, TILE_K)
-    if tiles not in _plans:
-        with _disable_current_modes():  # real, also amid fake tensors
-            _plans[tiles] = Plan(tiles)
-    return _plans[tiles]
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def at_once(q: Tensor, k: Tensor, plan: Plan) -> tuple[int, int]:
@@ -151,41 +71,38 @@ class Walk:
             self.whole = self.nk
         else:
             self.whole = int(lengths.min()) if lengths.device.type == "cpu" else 0
-
-    def scratch(self) -> Tensor:
-        """Room for the scores of a block."""
-        number = self.sequences * self.at_once * self.groups * min(TILE_Q, self.nq) * self.plan.width
-        return torch.empty(number, dtype=self.dtype, device=self.device)
+        exact = q.dtype == torch.float32 and problem.dropout_p == 0 and problem.q_segments is None
+        self.flash = exact and q.device.type == "cpu"
+        self.scratch = {}  # name -> room for the scores of a block, once somebody asks
 
     def groups_of_heads(self) -> Iterator[tuple[slice, slice]]:
         for b in range(0, self.batch, self.sequences):
             for h in range(0, self.heads, self.at_once):
-                yield (
-                    slice(b, min(b + self.sequences, self.batch)),
-                    slice(h, min(h + self.at_once, self.heads)),
-                )
+                yield slice(b, min(b + self.sequences, self.batch)), slice(h, min(h + self.at_once, self.heads))
 
-    def blocks(self, sequences: slice, heads: slice) -> Iterator[Block]:
+    def blocks(self, group: tuple[slice, slice]) -> Iterator[Block]:
         for number, pieces in enumerate(self.plan.pieces):
             rows = slice(number * TILE_Q, min((number + 1) * TILE_Q, self.nq))
-            yield Block(sequences, heads, rows, pieces)
+            yield Block(*group, rows, pieces)
 
     def by_group(self, x: Tensor) -> Tensor:
         """View (B, Hkv, g, ...) of `x` (B, Hq, ...)."""
         return x.unflatten(1, (self.heads, self.groups))
 
-    def rows(self, x: Tensor) -> Tensor:
-        """(b, h, g, n, ...) as (b * h, g * n, ...), in the dtype sums are made in."""
-        return x.to(self.dtype).flatten(2, 3).flatten(0, 1)
-
     def keys(self, x: Tensor, block: Block, piece: Piece) -> Tensor:
-        """The piece's keys of `x` (B, Hkv, Nk, D): (b * h, c, D)."""
-        return piece.of(block.of_keys(x), 2).to(self.dtype).flatten(0, 1)
+        """The piece's keys of `x` (B, Hkv, Nk, D): (b, h, c, D)."""
+        return piece.of(block.of_keys(x), 2).to(self.dtype)
 
-    def multiply(self, a: Tensor, b: Tensor, into: Tensor) -> Tensor:
+    def goes_through_flash(self, piece: Piece) -> bool:
+        return self.flash and piece.runs[-1][1] <= self.whole
+
+    def multiply(self, a: Tensor, b: Tensor, into: str) -> Tensor:
         """Products of rows with rows: (b * h, g * n, c), in the scratch `into`."""
+        if into not in self.scratch:
+            number = self.sequences * self.at_once * self.groups * min(TILE_Q, self.nq) * self.plan.width
+            self.scratch[into] = torch.empty(number, dtype=self.dtype, device=self.device)
         shape = a.shape[0], a.shape[1], b.shape[1]
-        return torch.bmm(a, b.mT, out=into[: math.prod(shape)].view(shape))
+        return torch.bmm(a, b.mT, out=self.scratch[into][: math.prod(shape)].view(shape))
 
     def hide(self, scores: Tensor, block: Block, piece: Piece):
         """Adds -inf to the scores of the pairs that do not count: on a CPU ten times as fast as `masked_fill_`."""
@@ -221,83 +138,149 @@ class Walk:
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """(out in q's dtype and layout, lse in float32 or float64: -inf where a row sees nothing, whose out is 0)."""
     walk = Walk(q, k, problem)
-    out, lse, scratch = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=walk.dtype), walk.scratch()
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=walk.dtype)
     queries, outs, lses = walk.by_group(q), walk.by_group(out), walk.by_group(lse)
     for group in walk.groups_of_heads():
-        for block in walk.blocks(*group):
-            rows = walk.rows(block.of_queries(queries)) * problem.scale
-            top = total = result = None
-            for piece in block.pieces:
-                weights = walk.multiply(rows, walk.keys(k, block, piece), scratch)
-                walk.hide(weights, block, piece)
-                new_top = weights.amax(-1, keepdim=True)
-                new_top = new_top if top is None else torch.maximum(top, new_top)
-                base = new_top.masked_fill(new_top == -math.inf, 0.0)
-                weights.sub_(base).exp_()
-                new_total = weights.sum(-1, keepdim=True)
-                kept = walk.kept(block, piece)
-                new_result = (weights if kept is None else weights.mul_(kept)) @ walk.keys(v, block, piece)
-                if top is not None:
-                    old = torch.exp(top - base)
-                    new_total += total * old
-                    new_result += result * old
-                top, total, result = new_top, new_total, new_result
-            if result is None:
-                block.of_queries(outs).zero_(), block.of_queries(lses).fill_(-math.inf)
-                continue
-            block.of_queries(lses).copy_((top + total.log()).view_as(block.of_queries(lses)))
-            result /= total.masked_fill_(total == 0, 1.0)
-            block.of_queries(outs).copy_(result.view(block.of_queries(outs).shape))
+        for block in walk.blocks(group):
+            for whole, part in zip((outs, lses), attend(walk, block, block.of_queries(queries), k, v)):
+                whole = block.of_queries(whole)
+                whole.copy_(part.view(whole.shape))
     return out, lse
 
 
+def attend(walk: Walk, block: Block, queries: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """(out (b, h, g * n, D), lse (b, h, g * n)) of one block, piece after piece."""
+    rows = queries.flatten(2, 3).to(walk.dtype)
+    out, lse = None, rows.new_full(rows.shape[:3], -math.inf)
+    for piece in block.pieces:
+        keys, values = walk.keys(k, block, piece), walk.keys(v, block, piece)
+        of_piece = flash_piece if walk.goes_through_flash(piece) else plain_piece
+        part, part_lse = of_piece(walk, block, piece, rows, keys, values)
+        out, lse = (part, part_lse) if out is None else merge(out, lse, part, part_lse)
+    return torch.zeros_like(rows) if out is None else out, lse
+
+
+def plain_piece(walk, block, piece, rows, keys, values) -> tuple[Tensor, Tensor]:
+    """(out (b, h, g * n, D), lse (b, h, g * n)) of the keys of one piece, by matrix products."""
+    weights = walk.multiply((rows * walk.problem.scale).flatten(0, 1), keys.flatten(0, 1), "weights")
+    walk.hide(weights, block, piece)
+    top = weights.amax(-1, keepdim=True)
+    top.masked_fill_(top == -math.inf, 0.0)
+    total = weights.sub_(top).exp_().sum(-1, keepdim=True)
+    kept = walk.kept(block, piece)
+    result = (weights if kept is None else weights.mul_(kept)) @ values.flatten(0, 1)
+    result /= total.masked_fill(total == 0, 1.0)
+    return result.view(rows.shape), (top + total.log()).view(rows.shape[:3])
+
+
+def flash_piece(walk, block, piece, rows, keys, values) -> tuple[Tensor, Tensor]:
+    """What `plain_piece` gives, by the fused kernel."""
+    mask, blind = walk.plan.mask(piece, block.rows.stop - block.rows.start, walk.groups)
+    out, lse = flash(rows, keys, values, 0.0, False, attn_mask=mask, scale=walk.problem.scale)
+    if blind is not None:
+        lse.masked_fill_(blind, -math.inf)
+    return out, lse
+
+
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of two sets of keys together."""
+    both = torch.logaddexp(lse, other_lse)
+    base = both.masked_fill(both == -math.inf, 0.0)
+    return out * (lse - base).exp_()[..., None] + other * (other_lse - base).exp_()[..., None], both
+
+
 def backward(
-    grad_out: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, problem: Problem
+    grad_out: Tensor,
+    delta: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    problem: Problem,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), each in the layout of its tensor."""
+    """(dq, dk, dv), each in the layout of its tensor. With `out`, `delta` is the sum of grad_out * out alone."""
     walk = Walk(q, k, problem)
-    weights_scratch, grads_scratch = walk.scratch(), walk.scratch()
+    walk.flash &= out is not None
     exact = q.dtype == walk.dtype
     grad_q = torch.empty_like(q)
     grad_k, grad_v = (torch.zeros_like(t) if exact else torch.empty_like(t) for t in (k, v))
-    queries, grad_outs, deltas, lses, grad_qs = map(walk.by_group, (q, grad_out, delta, lse, grad_q))
+    of_queries = [walk.by_group(t) for t in (q, grad_out, grad_out if out is None else out, delta, lse)]
+    grad_qs = walk.by_group(grad_q)
     for group in walk.groups_of_heads():
         # 16-bit gradients are summed in float32, of some heads at a time
         sums = [g[group] if exact else torch.zeros_like(g[group], dtype=walk.dtype) for g in (grad_k, grad_v)]
-        for block in walk.blocks(*group):
-            rows, above = walk.rows(block.of_queries(queries)) * problem.scale, walk.rows(block.of_queries(grad_outs))
-            row_delta, row_lse = (walk.rows(block.of_queries(t))[..., None] for t in (deltas, lses))
-            row_lse = row_lse.masked_fill(row_lse == -math.inf, 0.0)
-            result = torch.zeros_like(rows)
-            for piece in block.pieces:
-                keys, values = walk.keys(k, block, piece), walk.keys(v, block, piece)
-                weights = walk.multiply(rows, keys, weights_scratch)
-                walk.hide(weights, block, piece)
-                weights.sub_(row_lse).exp_()
-                grads = walk.multiply(above, values, grads_scratch)
-                kept = walk.kept(block, piece)
-                if kept is not None:
-                    grads.mul_(kept)
-                grads.sub_(row_delta).mul_(weights)
-                dropped = weights if kept is None else weights.mul_(kept)
-                for total, left, right in ((sums[0], grads, rows), (sums[1], dropped, above)):
-                    piece.add(total, (left.mT @ right).view(*total.shape[:2], piece.width, walk.size), 2)
-                result += grads @ keys
-            block.of_queries(grad_qs).copy_((result * problem.scale).view(block.of_queries(grad_qs).shape))
+        for block in walk.blocks(group):
+            place = block.of_queries(grad_qs)
+            place.copy_(
+                differentiate(walk, block, [block.of_queries(t) for t in of_queries], k, v, sums).view(place.shape)
+            )
         if not exact:
             grad_k[group].copy_(sums[0]), grad_v[group].copy_(sums[1])
     return grad_q, grad_k, grad_v
+
+
+def differentiate(
+    walk: Walk, block: Block, of_queries: list[Tensor], k: Tensor, v: Tensor, sums: list[Tensor]
+) -> Tensor:
+    """dq (b, h, g * n, D) of one block; what it gives dk and dv is added to `sums`."""
+    rows, *others, lse = (t.flatten(2, 3).to(walk.dtype) for t in of_queries)
+    lse = lse.masked_fill(lse == -math.inf, 0.0)
+    result = torch.zeros_like(rows)
+    for piece in block.pieces:
+        keys, values = walk.keys(k, block, piece), walk.keys(v, block, piece)
+        slopes = flash_slopes if walk.goes_through_flash(piece) else plain_slopes
+        part, *shares = slopes(walk, block, piece, rows, keys, values, *others, lse)
+        result += part
+        for total, share in zip(sums, shares):
+            piece.add(total, share, 2)
+        del part, shares, share, keys, values
+    return result
+
+
+def plain_slopes(walk, block, piece, rows, keys, values, above, out, delta, lse) -> list[Tensor]:
+    """dq (b, h, g * n, D), dk and dv (b, h, c, D) that come of one piece, by matrix products."""
+    rows, keys, values, above = (t.flatten(0, 1) for t in (rows * walk.problem.scale, keys, values, above))
+    weights = walk.multiply(rows, keys, "weights")
+    walk.hide(weights, block, piece)
+    weights.sub_(lse.flatten(0, 1)[..., None]).exp_()
+    grads = walk.multiply(above, values, "grads")
+    kept = walk.kept(block, piece)
+    if kept is not None:
+        grads.mul_(kept)
+    grads.sub_(delta.flatten(0, 1)[..., None]).mul_(weights)
+    dropped = weights if kept is None else weights.mul_(kept)
+    shares = (grads @ keys).mul_(walk.problem.scale), grads.mT @ rows, dropped.mT @ above
+    return [share.unflatten(0, lse.shape[:2]) for share in shares]
+
+
+def flash_slopes(walk, block, piece, rows, keys, values, above, out, delta, lse) -> tuple[Tensor, ...]:
+    """What `plain_slopes` gives, by the fused kernel."""
+    mask, _ = walk.plan.mask(piece, block.rows.stop - block.rows.start, walk.groups)
+    scale = walk.problem.scale
+    return flash_backward(above, rows, keys, values, out, lse, 0.0, False, attn_mask=mask, scale=scale)
 
 
 def scratch_bytes(q: Tensor, k: Tensor, pattern: Pattern, backward: bool) -> int:
     """What `forward` or `backward` takes beside its results, for lengths, segments and dropout left out."""
     plan = plan_of(pattern, q.shape[2], k.shape[2])
     sequences, heads = at_once(q, k, plan)
-    dtype, size = arithmetic(q.dtype), q.shape[3]
-    rows = sequences * heads * (q.shape[1] // k.shape[1]) * min(TILE_Q, q.shape[2])
-    keys = sequences * heads * plan.width * size
-    copied = q.dtype != dtype or any(len(piece.runs) > 1 for pieces in plan.pieces for piece in pieces)
-    numbers = (1 + backward) * rows * plan.width + 4 * rows * size + ((1 + backward) * copied + backward) * keys
-    if backward and q.dtype != dtype:
+    dtype, size, groups = arithmetic(q.dtype), q.shape[3], q.shape[1] // k.shape[1]
+    copied, grouped, flash = q.dtype != dtype, groups > 1, q.dtype == torch.float32 and q.device.type == "cpu"
+    queries = groups * min(TILE_Q, q.shape[2])
+    rows = sequences * heads * queries  # of a block
+    if flash:  # a tile of scores a thread; backward, two
+        tile = min(256 if queries >= 768 else 64 if queries >= 192 else 32, queries), min(512, plan.width)
+        numbers = torch.get_num_threads() * tile[0] * (2 * tile[1] if backward else tile[1] + 2 + size)
+    else:
+        numbers = (1 + backward) * rows * plan.width
+    # rows that are kept, copied, scaled; the results of one piece, and of those before it
+    cut = any(len(pieces) > 1 for pieces in plan.pieces)
+    per_row = (3 if backward else 1) * (copied or grouped) + (not flash) + 1 + (backward or 3 * cut)
+    numbers += rows * size * (per_row + (backward and flash)) + 2 * rows
+    pieces = {piece for pieces in plan.pieces for piece in pieces}
+    columns = max((piece.width * (2 * backward + 2 * (copied or len(piece.runs) > 1)) for piece in pieces), default=0)
+    numbers += sequences * heads * columns * size
+    if backward and copied:
         numbers += 2 * sequences * heads * k.shape[2] * size
     return numbers * dtype.itemsize + k.shape[2] * 8

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lean_arch.ops import sparse_attention, use
-from lean_arch.ops.attention import portable
+from lean_arch.ops.attention import pieces, portable
 from lean_arch.ops.attention.dropout import keep_all
 from lean_arch.ops.attention.problem import Problem
 from lean_arch.ops.patterns import causal, dense, from_mask, global_tokens, local, random_blocks, strided
@@ -55,11 +55,11 @@ def check(backend, pattern, shape, dtype=torch.float64, tolerance=1e-12, seen=Tr
 def cut(request, monkeypatch):
     """Also with few keys and few heads at a time."""
     if request.param == "cut":
-        monkeypatch.setattr(portable, "PIECE", 64)
+        monkeypatch.setattr(pieces, "PIECE", 64)
         monkeypatch.setattr(portable, "BLOCK", {"cpu": 2 * 128 * 64})
-    portable._plans.clear()
+    pieces._plans.clear()
     yield
-    portable._plans.clear()
+    pieces._plans.clear()
 
 
 @pytest.mark.usefixtures("cut")
@@ -134,6 +134,26 @@ def test_mask_with_empty_rows(backend):
     check(backend, from_mask(mask), (2, 2, 1, 70, 131, 16))
 
 
+@pytest.mark.usefixtures("cut")
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_the_fused_kernel_and_matrix_products_meet(heads):
+    """In float32 a length cuts the last piece, which then goes the other way; and the mask leaves rows blind."""
+    mask = torch.rand(150, 190, generator=torch.Generator().manual_seed(0)) < 0.2
+    mask[5:90] = False
+    lengths = torch.tensor([120, 190])
+    within = (torch.arange(190) < lengths[:, None])[:, None, None]
+    tensors, upstream, _ = draw(2, *heads, 150, 190, 24, dtype=torch.float32)
+    for pattern in (from_mask(mask), PATTERNS["bigbird"], dense()):
+        for lengths_given, seen in ((None, pattern.mask(150, 190)), (lengths, pattern.mask(150, 190) & within)):
+            leaves = [t.clone().requires_grad_() for t in tensors]
+            out = sparse_attention(*leaves, pattern, key_lengths=lengths_given)
+            got = out, *torch.autograd.grad(out, leaves, upstream)
+            wide = [t.double().requires_grad_() for t in tensors]
+            want, _ = attend(*wide, seen)
+            want = want, *torch.autograd.grad(want, wide, upstream.double())
+            assert max(errors(got, want)) < 3e-6
+
+
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_large_scores_do_not_overflow(backend):
     tensors, *_ = draw(1, 1, 1, 40, 40, 16, torch.float32)
@@ -193,9 +213,9 @@ def test_scratch_is_known(pattern, dtype):
     out, lse = portable.forward(q, k, v, problem)
     calls = (
         (lambda: portable.forward(q, k, v, problem), out.nbytes + lse.nbytes),
-        (lambda: portable.backward(upstream, lse, q, k, v, lse, problem), q.nbytes + k.nbytes + v.nbytes),
+        (lambda: portable.backward(upstream, lse, q, k, v, lse, problem, out), q.nbytes + k.nbytes + v.nbytes),
     )
     for number, (call, results_bytes) in enumerate(calls):
         took = peak_bytes(call) - results_bytes
         predicted = portable.scratch_bytes(q, k, pattern, backward=number == 1)
-        assert 0.9 * took < predicted < 1.25 * took, (number, took, predicted)
+        assert 0.98 * took < predicted < 1.1 * took, (number, took, predicted)
