@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lean_arch.ops.linear import rowwise_linears
+
 
 class ChunkedFeedForward(nn.Module):
     """Linear, activation, dropout, Linear, dropout; a chunk of rows after the other, forward and backward.
@@ -55,7 +57,9 @@ class ChunkedFeedForward(nn.Module):
         return torch.cat(parts).view(x.shape)
 
     def _rows(self, x: Tensor) -> Tensor:
-        return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+        # said here, for what surrounds the forward pass does not surround what is computed again in the backward pass
+        with rowwise_linears():
+            return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
 
     def extra_repr(self) -> str:
         return f"chunks={self.chunks}"

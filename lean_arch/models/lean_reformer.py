@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lean_arch.blocks import ChunkedFeedForward, LSHAttention, ReversibleSequence, SparseAttention
 from lean_arch.models.lean_sequence import VOCABULARY
 from lean_arch.ops import linear_cross_entropy
-from lean_arch.ops.linear import rowwise_linears
 from lean_arch.ops.patterns import local
 from lean_arch.registry import SEQUENCE_MODELS
 
@@ -52,12 +51,6 @@ class AxialPositions(nn.Module):
         used = -(-length // columns)
         grid = (self.rows[:used, None].expand(-1, columns, -1), self.columns.expand(used, -1, -1))
         return torch.cat(grid, -1).flatten(0, 1)[:length]
-
-
-class _FeedForward(ChunkedFeedForward):
-    def _rows(self, x: Tensor) -> Tensor:
-        with rowwise_linears():  # the stack's own does not reach what is computed again in the midst of a backward pass
-            return super()._rows(x)
 
 
 class LeanReformer(nn.Module):
@@ -117,7 +110,7 @@ class LeanReformer(nn.Module):
                 if hashed
                 else SparseAttention(dim, num_heads, local(window, 0))
             )
-            feed_forward = _FeedForward(dim, round(dim * mlp_ratio), mlp_chunks)
+            feed_forward = ChunkedFeedForward(dim, round(dim * mlp_ratio), mlp_chunks)
             layers.append((_sub_layer(dim, drop_rate, attn=attention), _sub_layer(dim, drop_rate, mlp=feed_forward)))
         self.blocks = ReversibleSequence(layers)
         self.norm = nn.RMSNorm(dim)

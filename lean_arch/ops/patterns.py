@@ -237,7 +237,7 @@ class RandomBlocks(Pattern):
 def _draw_blocks(count: int, block: int, seed: int, nq: int, nk: int) -> tuple[Tensor, int]:
     first, last, columns = (nk - nq) // block, (nk - 1) // block, -(-nk // block)
     table = torch.zeros(last - first + 1, columns, dtype=torch.bool)
-    for row in range(len(table)):  # each row from its own seed, so that longer sequences keep the rows they had
+    for row in range(len(table)):
         generator = torch.Generator().manual_seed(hash((seed, row + first, columns)) % 2**63)
         table[row, torch.randperm(columns, generator=generator)[:count]] = True
     return table, first

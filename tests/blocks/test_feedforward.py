@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lean_arch.blocks.feedforward import ChunkedFeedForward
+from lean_arch.blocks import ChunkedFeedForward, ReversibleSequence
 from tests.ruler import peak_bytes
 
 
@@ -50,6 +50,17 @@ def test_the_middle_never_exists_whole():
     middle = 2 * 512 * 512 * 4
     assert peak(1) > 2 * middle
     assert peak(16) < 0.6 * middle
+
+
+@pytest.mark.parametrize("reversible", [True, False])
+def test_goes_into_a_reversible_stack_under_autocast(reversible):
+    stack = ReversibleSequence([(ChunkedFeedForward(16, chunks=3), ChunkedFeedForward(16, chunks=2))])
+    stack.reversible = reversible
+    x = torch.randn(4, 5, 16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y1, y2 = stack((x, x))
+    (y1 + y2).sum().backward()
+    assert all(p.grad.isfinite().all() for p in (x, *stack.parameters()))
 
 
 @pytest.mark.parametrize("sizes", [{"dim": 0}, {"hidden_dim": -1}, {"chunks": 0}])
