@@ -225,9 +225,7 @@ class _Stored:
         if before is not None and x._version != before:
             raise RuntimeError(f"{type(f).__name__} changes its input in place, which a reversible layer must not")
         if not isinstance(out, Tensor):
-            raise TypeError(
-                f"{type(f).__name__} must return a tensor in a reversible layer, got {type(out).__name__}"
-            )
+            raise TypeError(f"{type(f).__name__} must return a tensor in a reversible layer, got {type(out).__name__}")
         if out.shape != part.shape:
             raise ValueError(
                 f"{type(f).__name__} must keep the shape of its input in a reversible layer, "
