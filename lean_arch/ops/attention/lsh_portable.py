@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from lean_arch.ops.attention.problem import arithmetic
 
-SCORES = {"cpu": 2**19, "cuda": 2**26}  # held at a time: fewer take more calls, more leave a CPU's caches
+SCORES = {"cpu": 2**21, "cuda": 2**26}  # held at a time: fewer take more calls, more leave a CPU's caches
 
 
 def forward(
