@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_arch.blocks import ChunkedFeedForward, ReversibleSequence, SparseAttention
-from lean_arch.models.lean_sequence import VOCABULARY
+from lean_arch.models.lean_sequence import VOCABULARY, ReversibleModel
 from lean_arch.ops import linear_cross_entropy
 from lean_arch.ops.patterns import Pattern, global_tokens, local, random_blocks
 from lean_arch.registry import SEQUENCE_MODELS
@@ -53,7 +53,7 @@ class Padded(nn.Module):
         return self.part(x, self.key_lengths)
 
 
-class LeanBigBird(nn.Module):
+class LeanBigBird(ReversibleModel):
     """Finds hidden tokens or, with `num_classes`, says which class a sequence is of.
 
     Args:
@@ -106,25 +106,9 @@ class LeanBigBird(nn.Module):
         self.blocks = ReversibleSequence(layers, chunks=chunks, least_chunk=2**16)
         self.norm = nn.RMSNorm(dim)
         self.head = nn.Linear(dim, num_classes or vocab_size)
-        self._draw()
+        self.draw_weights()
         if not num_classes:
             self.head.weight = self.embed.weight
-
-    def _draw(self) -> None:
-        """Weights of 0.02, those that end a sub-layer smaller by the number of sub-layers (GPT-2's scheme)."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-        with torch.no_grad():
-            for block in self.blocks:
-                for last in (block.f.attn.proj, block.g.mlp.fc2):
-                    last.weight.div_((2 * len(self.blocks)) ** 0.5)
-
-    def set_reversible(self, enabled: bool) -> None:
-        """False: the same mathematics with activations stored; True (the default): rebuilt in backward."""
-        self.blocks.reversible = enabled
 
     def forward_features(self, tokens: Tensor, key_lengths: Tensor | None = None) -> Tensor:
         """(B, N) -> (B, N, D). `key_lengths` as in `forward`."""

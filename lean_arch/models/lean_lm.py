@@ -7,22 +7,19 @@ Most layers see a window of the last tokens, every few layers one sees all (Long
 Shapes: B sequences, N tokens, D channels, V vocabulary: tokens (B, N) int64, x (B, N, D).
 """
 
-from collections import OrderedDict
-
 import torch
 from torch import Tensor, nn
 
 from lean_arch.blocks import KeyValues, ReversibleSequence, SparseAttention
 from lean_arch.blocks.reversible import to_fixed, to_float
-from lean_arch.models.lean_sequence import VOCABULARY
-from lean_arch.ops import linear_cross_entropy
+from lean_arch.models.lean_sequence import VOCABULARY, ReversibleDecoder, sub_layer
 from lean_arch.ops.patterns import causal, local
 from lean_arch.registry import SEQUENCE_MODELS
 
 __all__ = ["LeanLM"]
 
 
-class LeanLM(nn.Module):
+class LeanLM(ReversibleDecoder):
     """Predicts each next token from those before it.
 
     Args:
@@ -36,8 +33,6 @@ class LeanLM(nn.Module):
         drop_rate: dropout after each sub-layer.
         chunks: most parts of the batch that a layer's backward works on, one after the other.
     """
-
-    objective = "causal"
 
     def __init__(
         self,
@@ -67,45 +62,18 @@ class LeanLM(nn.Module):
             pattern = causal() if number % global_every == 0 else local(window, 0)
             attention = SparseAttention(dim, num_heads, pattern, num_kv_heads)
             feed_forward = mlp(dim, mlp_ratio)
-            layers.append((_sub_layer(dim, drop_rate, attn=attention), _sub_layer(dim, drop_rate, mlp=feed_forward)))
+            layers.append((sub_layer(dim, drop_rate, attn=attention), sub_layer(dim, drop_rate, mlp=feed_forward)))
         self.blocks = ReversibleSequence(layers, chunks=chunks, least_chunk=2**16)
         self.norm = nn.RMSNorm(dim)
         self.head = nn.Linear(dim, vocab_size, bias=False)
-        self._draw()
+        self.draw_weights()
         if tied:
             self.head.weight = self.embed.weight
-
-    def _draw(self) -> None:
-        """Weights of 0.02, those that end a sub-layer smaller by the number of sub-layers (GPT-2's scheme)."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-        with torch.no_grad():
-            for block in self.blocks:
-                for last in (block.f.attn.proj, block.g.mlp[-1]):
-                    last.weight.div_((2 * len(self.blocks)) ** 0.5)
-
-    def set_reversible(self, enabled: bool) -> None:
-        """False: the same mathematics with activations stored; True (the default): rebuilt in backward."""
-        self.blocks.reversible = enabled
 
     def forward_features(self, tokens: Tensor) -> Tensor:
         """(B, N) -> (B, N, D)"""
         x = self.embed(tokens)
         return self._fuse(*self.blocks((x, x)))
-
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, label_smoothing: float = 0.0) -> Tensor:
-        """Logits (B, N, V), or with `targets` (B, N), -100 where none, the loss summed over them.
-
-        The loss takes no memory for logits.
-        """
-        x = self.forward_features(tokens)
-        if targets is None:
-            return self.head(x)
-        options = {"label_smoothing": label_smoothing, "reduction": "sum"}
-        return linear_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), **options)
 
     def _fuse(self, y1: Tensor, y2: Tensor) -> Tensor:
         return self.norm((y1 + y2) * 0.5)
@@ -151,11 +119,6 @@ class LeanLM(nn.Module):
             a, b = b, a + to_fixed(out, wide)
             a, b = b, a + to_fixed(block.g(to_float(b, wide).to(x.dtype)), wide)
         return self._fuse(to_float(a, wide).to(x.dtype), to_float(b, wide).to(x.dtype))
-
-
-def _sub_layer(dim: int, drop_rate: float, **layer: nn.Module) -> nn.Sequential:
-    parts = {"norm": nn.RMSNorm(dim), **layer} | ({"drop": nn.Dropout(drop_rate)} if drop_rate else {})
-    return nn.Sequential(OrderedDict(parts))
 
 
 def mlp(dim: int, ratio: float) -> nn.Sequential:

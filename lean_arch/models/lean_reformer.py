@@ -7,14 +7,11 @@ Heads of local layers turn queries and keys by their positions too (rotary, Su e
 Shapes: B sequences, N tokens, D channels, V vocabulary: tokens (B, N) int64, x (B, N, D).
 """
 
-from collections import OrderedDict
-
 import torch
 from torch import Tensor, nn
 
 from lean_arch.blocks import ChunkedFeedForward, LSHAttention, ReversibleSequence, SparseAttention
-from lean_arch.models.lean_sequence import VOCABULARY
-from lean_arch.ops import linear_cross_entropy
+from lean_arch.models.lean_sequence import VOCABULARY, ReversibleDecoder, sub_layer
 from lean_arch.ops.patterns import local
 from lean_arch.registry import SEQUENCE_MODELS
 
@@ -53,7 +50,7 @@ class AxialPositions(nn.Module):
         return torch.cat(grid, -1).flatten(0, 1)[:length]
 
 
-class LeanReformer(nn.Module):
+class LeanReformer(ReversibleDecoder):
     """Predicts each next token from those before it.
 
     Nothing that a later token holds reaches an earlier one, but beyond twice the bucket size it has a say in which of
@@ -74,8 +71,6 @@ class LeanReformer(nn.Module):
 
     Raises ValueError for sizes below 1, or that do not fit each other.
     """
-
-    objective = "causal"
 
     def __init__(
         self,
@@ -111,31 +106,15 @@ class LeanReformer(nn.Module):
                 else SparseAttention(dim, num_heads, local(window, 0))
             )
             feed_forward = ChunkedFeedForward(dim, round(dim * mlp_ratio), mlp_chunks)
-            layers.append((_sub_layer(dim, drop_rate, attn=attention), _sub_layer(dim, drop_rate, mlp=feed_forward)))
+            layers.append((sub_layer(dim, drop_rate, attn=attention), sub_layer(dim, drop_rate, mlp=feed_forward)))
         self.blocks = ReversibleSequence(layers)
         self.norm = nn.RMSNorm(dim)
         self.head = nn.Linear(dim, vocab_size, bias=False)
-        self._draw()
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def _draw(self) -> None:
-        """Weights of 0.02, those that end a sub-layer smaller by the number of sub-layers (GPT-2's scheme)."""
+        self.draw_weights()
         for parameter in self.positions.parameters():
             nn.init.normal_(parameter, std=0.02)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-        with torch.no_grad():
-            for block in self.blocks:
-                for last in (block.f.attn.proj, block.g.mlp.fc2):
-                    last.weight.div_((2 * len(self.blocks)) ** 0.5)
-
-    def set_reversible(self, enabled: bool) -> None:
-        """False: the same mathematics with activations stored; True (the default): rebuilt in backward."""
-        self.blocks.reversible = enabled
+        if tied:
+            self.head.weight = self.embed.weight
 
     def forward_features(self, tokens: Tensor) -> Tensor:
         """(B, N) -> (B, N, D). Raises ValueError for more tokens than there are positions."""
@@ -143,27 +122,11 @@ class LeanReformer(nn.Module):
         y1, y2 = self.blocks((x, x))
         return self.norm((y1 + y2) * 0.5)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, label_smoothing: float = 0.0) -> Tensor:
-        """Logits (B, N, V), or with `targets` (B, N), -100 where none, the loss summed over them.
-
-        The loss takes no memory for logits.
-        """
-        x = self.forward_features(tokens)
-        if targets is None:
-            return self.head(x)
-        options = {"label_smoothing": label_smoothing, "reduction": "sum"}
-        return linear_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), **options)
-
 
 def near_square(length: int) -> tuple[int, int]:
     """(rows, columns), as many or twice as many columns, a power of two, whose product is `length` or little more."""
     columns = 2 ** (((length - 1).bit_length() + 1) // 2)
     return -(-length // columns), columns
-
-
-def _sub_layer(dim: int, drop_rate: float, **layer: nn.Module) -> nn.Sequential:
-    parts = {"norm": nn.RMSNorm(dim), **layer} | ({"drop": nn.Dropout(drop_rate)} if drop_rate else {})
-    return nn.Sequential(OrderedDict(parts))
 
 
 @SEQUENCE_MODELS.register("lean_reformer")
