@@ -18,7 +18,7 @@ def newest(question: str) -> tuple[str, list[dict]]:
     """The file name and the rows of the latest measurement."""
     files = sorted(RESULTS.glob(f"{question}_*.csv"), key=lambda f: (f.stem.rsplit("_", 1)[-1], f.name))
     if not files:
-        raise SystemExit(f"no results for {question!r}; run python -m benchmarks.{question.replace('-', '_')}")
+        raise SystemExit(f"no results for {question!r}; run python -m benchmarks.{command(question)}")
     with open(files[-1], newline="") as file:
         return files[-1].name, list(csv.DictReader(file))
 
@@ -65,14 +65,76 @@ def main_job(rows):
     return table(header, body)
 
 
-TABLES = {"memory": memory, "depth": depth, "main-job": main_job}
+def attention(rows):
+    lengths = [n for n in (4096, 16384, 65536) if any(int(r["tokens"]) == n for r in rows)]
+    header = ["one layer, forward + backward"]
+    for n in lengths:
+        header += [f"{n // 1024}k tokens", "KB a token"]
+    cells = {(r["method"], int(r["tokens"])): r for r in rows}
+    body = []
+    for method in dict.fromkeys(r["method"] for r in rows):
+        line = [method]
+        for n in lengths:
+            r = cells[method, n]
+            there = r["status"] == "measured"
+            line += (
+                [f"{float(r['seconds']):.2f} s", f"{int(r['bytes_per_token']) / 1e3:.1f}"]
+                if there
+                else [r["status"], ""]
+            )
+        body.append(line)
+    window, n_hashes = (next(r[name] for r in rows if r[name]) for name in ("window", "n_hashes"))
+    note = f"512 channels, 8 heads, fp32; local: {window} keys each side; LSH: {n_hashes} rounds, chunks of 64, causal."
+    return table(header, body) + f"\n\n{note}"
+
+
+def linear_cross_entropy(rows):
+    header = ["tokens x channels x classes", "F.cross_entropy(F.linear())", "linear_cross_entropy", "less by", "time"]
+    body = []
+    for plain, ours in zip(rows[::2], rows[1::2], strict=True):
+        size = f"{ours['tokens']} x {ours['size']} x {ours['classes']}"
+        less = f"{float(ours['bytes_ratio']):.1f}x"
+        body.append([size, mb(plain["step_bytes"]), mb(ours["step_bytes"]), less, f"{ours['time_ratio']}x"])
+    return table(header, body) + f"\n\n{rows[0]['dtype']}; above x, weight and their gradients."
+
+
+def builds(rows):
+    header = ["kernel", "builds", "targets", "most registers", "spilled bytes", "shared memory of the limit"]
+    body = []
+    for kernel in dict.fromkeys(r["kernel"] for r in rows):
+        mine = [r for r in rows if r["kernel"] == kernel]
+        share = max(int(r["shared_bytes"]) / int(r["shared_limit"]) for r in mine)
+        spilled = sum(int(r["spill_bytes"] or 0) for r in mine)
+        registers = max(int(r["registers"]) for r in mine)
+        targets = len({r["target"] for r in mine})
+        body.append([kernel, str(len(mine)), str(targets), str(registers), str(spilled), f"{share:.0%} at most"])
+    targets = ", ".join(dict.fromkeys(r["target"] for r in rows))
+    dtypes = ", ".join(dict.fromkeys(r["dtype"] for r in rows))
+    return table(header, body) + f"\n\nBuilt, not run: {targets}; {dtypes}."
+
+
+TABLES = {
+    "memory": memory,
+    "depth": depth,
+    "main-job": main_job,
+    "attention": attention,
+    "linear-cross-entropy": linear_cross_entropy,
+}
+
+
+def command(question: str) -> str:
+    return {"builds": "kernels --compile_only"}.get(question, question.replace("-", "_"))
 
 
 def rendered(text: str) -> str:
     for question, render in TABLES.items():
         name, rows = newest(question)
-        where = f"Measured on {rows[0]['machine']}, torch {rows[0]['torch']}, {rows[0]['date']}: "
-        source = f"{where}[{name}](benchmarks/results/{name}), by `python -m benchmarks.{question.replace('-', '_')}`."
+        where = (
+            f"Measured on {rows[0]['machine']}, torch {rows[0]['torch']}, {rows[0]['date']}: "
+            if "machine" in rows[0]
+            else ""
+        )
+        source = f"{where}[{name}](benchmarks/results/{name}), by `python -m benchmarks.{command(question)}`."
         block = f"<!-- table {question} -->\n{render(rows)}\n\n{source}\n<!-- end -->"
         places = re.findall(rf"<!-- table {question} -->.*?<!-- end -->", text, flags=re.DOTALL)
         if len(places) != 1:

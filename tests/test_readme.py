@@ -82,6 +82,8 @@ def test_code_runs():
     names = {
         **{name: part() for name in ("attention_1", "mlp_1", "attention_2", "mlp_2")},
         **{"x": torch.randn(4, 5, 8), "loss": torch.sum, "images": images, "labels": labels},
+        **{name: torch.randn(1, 2, 100, 8) for name in "qkv"},
+        **{"hidden": torch.randn(6, 8), "vocabulary": torch.randn(50, 8), "target": torch.arange(6)},
         "step": lambda: nn.Linear(3, 3)(torch.ones(3)).sum().backward(),
     }
     for code in block("Import a block into your model", "python"):
