@@ -338,8 +338,10 @@ def global_tokens(which: int | Tensor | list[int]) -> Pattern:
     if isinstance(which, int) and not isinstance(which, bool):
         return GlobalTokens(_count("global_tokens", which, 0))
     at = which.flatten().tolist() if isinstance(which, Tensor) else list(which)
-    if not all(isinstance(one, int) and one >= 0 for one in at):
-        raise ValueError(f"global_tokens {at} must be positions: whole numbers from 0")
+    if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in at):
+        raise ValueError(
+            f"global_tokens {at} must be positions, whole numbers from 0; those of a mask are mask.nonzero()"
+        )
     return GlobalTokens(tuple(sorted(set(at))))
 
 
@@ -366,8 +368,8 @@ def from_mask(mask: Tensor) -> Pattern:
 
 
 def _count(name: str, value: int, least: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < least:
-        raise ValueError(f"{name} {value!r} must be a whole number, {least} or more")
+    if isinstance(value, bool) or not hasattr(value, "__index__") or not least <= operator.index(value) < 2**62:
+        raise ValueError(f"{name} {value!r} must be a whole number, {least} or more and below 2**62")
     return operator.index(value)
 
 

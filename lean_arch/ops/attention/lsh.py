@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lean_arch.ops.attention.op import DTYPES, HEAD_SIZES, _backend, _integers, row_products
 from lean_arch.ops.attention.problem import arithmetic
+from lean_arch.ops.derivatives import refuse_other_derivatives
 
 ROOMS = {"reference": "lsh_reference", "torch": "lsh_portable", "triton": "lsh_kernels"}
 MOST_BUCKETS = 128  # of one set of rotations; more are the product of two sets, or hashing would cost N^2
@@ -64,10 +65,11 @@ def lsh_attention(
     if isinstance(qk, Tensor) and torch.is_autocast_enabled(qk.device.type) and qk.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(qk.device.type)
         qk, v = qk.to(dtype), v.to(dtype)
+    refuse_other_derivatives("lsh_attention", qk, v)
     _check(qk, v, n_hashes, bucket_size)
     batch, heads, length, size = qk.shape
     if key_lengths is not None:
-        key_lengths = _integers("key_lengths", key_lengths, (batch,))
+        key_lengths = _integers("key_lengths", key_lengths, (batch,), qk.device).clamp(0, length).to(torch.int32)
     sets = bucket_sets(length, bucket_size)
     rounds = n_hashes if sets else 1  # in one chunk all rounds would be the same
     shape = heads, size, rounds, sum(sets) // 2
@@ -212,3 +214,10 @@ def _differentiate(ctx, grad_out, *_):
 
 
 _forward.register_autograd(_differentiate, setup_context=_remember)
+
+
+def _refuse(ctx, *grads):
+    raise RuntimeError("lsh_attention cannot be differentiated twice")
+
+
+_backward.register_autograd(_refuse)

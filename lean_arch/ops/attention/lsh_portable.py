@@ -180,8 +180,10 @@ class Group:
 class Block:
     """Some heads, all of whose rounds are gone through before the next ones come."""
 
-    def __init__(self, places: list[tuple[int, int]], order: Tensor, key_lengths: Tensor | None, bucket_size: int):
-        self.places, self.order, self.heads = places, order, len(places)
+    def __init__(
+        self, places: list[tuple[int, int]], order: Tensor, key_lengths: Tensor | None, bucket_size: int, room: int
+    ):
+        self.places, self.order, self.heads, self.room = places, order, len(places), room
         self.length = order.shape[-1]
         self.rows = self.heads * self.length
         self.chunk = min(bucket_size, self.length)
@@ -199,7 +201,7 @@ class Block:
         length, chunk = self.length, self.chunk
         number = -(-length // chunk)
         back = chunk if number > 1 else 0
-        most = max(SCORES.get(self.order.device.type, SCORES["cuda"]) // (chunk * (chunk + back)), 1)
+        most = max(self.room // (chunk * (chunk + back)), 1)
         offsets = torch.arange(self.heads, device=self.order.device)[:, None] * length
         for order in self.order.unbind(1):
             at = pad(order, (0, number * chunk - length), value=length)
@@ -220,7 +222,8 @@ def blocks(order: Tensor, key_lengths: Tensor | None, bucket_size: int) -> Itera
     batch, heads, _, length = order.shape
     places = [(b, h) for b in range(batch) for h in range(heads)]
     window = min(bucket_size, length)
-    most = max(SCORES.get(order.device.type, SCORES["cuda"]) // (2 * window * length), 1)
+    room = min(SCORES.get(order.device.type, SCORES["cuda"]), 32 * batch * heads * length)  # short ones take less
+    most = max(room // (2 * window * length), 1)
     for start in range(0, len(places), most):
         some = places[start : start + most]
-        yield Block(some, torch.stack([order[b, h] for b, h in some]), key_lengths, bucket_size)
+        yield Block(some, torch.stack([order[b, h] for b, h in some]), key_lengths, bucket_size, room)

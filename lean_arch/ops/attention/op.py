@@ -18,6 +18,7 @@ from lean_arch.ops.attention import pieces
 from lean_arch.ops.attention.problem import Problem, arithmetic
 from lean_arch.ops.attention.tiles import compile_tiles
 from lean_arch.ops.backend import backend_for
+from lean_arch.ops.derivatives import refuse_other_derivatives
 from lean_arch.ops.patterns import Pattern, parse
 
 ROOMS = {"reference": "reference", "torch": "portable", "triton": "kernels"}
@@ -45,9 +46,10 @@ def sparse_attention(
             The last query is at the position of the last key (as in FlashAttention).
         k, v: (B, Hkv, Nk, D), Hq a multiple of Hkv: each of their heads serves Hq / Hkv query heads in a row.
         pattern: from `lean_arch.ops.patterns`, e.g. `(local(256) | global_tokens(64)) & causal()`.
-        key_lengths: (B,) integers: only the first so many keys of each sequence count.
-        segment_ids: (B, Nk) integers: a query sees keys of its own segment only, as in packed sequences; queries take
-            the last Nq of them. Or a pair (B, Nq), (B, Nk).
+        key_lengths: (B,) integers: only the first so many keys of each sequence count (none below 0, all above Nk).
+            What lies beyond must be finite all the same, as everywhere that a pattern does not look.
+        segment_ids: (B, Nk) integers of 32 bits: a query sees keys of its own segment only, as in packed sequences;
+            queries take the last Nq of them. Or a pair (B, Nq), (B, Nk).
         scale: of the scores; 1 / sqrt(D) by default.
         dropout_p: share of the weights set to zero, the others scaled by 1 / (1 - dropout_p). It acts whenever it is
             not zero: pass zero outside training. Its seed is drawn from torch's generator of the device.
@@ -62,12 +64,13 @@ def sparse_attention(
     if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    refuse_other_derivatives("sparse_attention", q, k, v)
     _check(q, k, v, pattern, scale, dropout_p)
     batch, _, nq, size = q.shape
     nk = k.shape[2]
-    q_segments, k_segments = _segments(segment_ids, batch, nq, nk)
+    q_segments, k_segments = _segments(segment_ids, batch, nq, nk, q.device)
     if key_lengths is not None:
-        key_lengths = _integers("key_lengths", key_lengths, (batch,))
+        key_lengths = _integers("key_lengths", key_lengths, (batch,), q.device).clamp(0, nk).to(torch.int32)
     seed = None
     if dropout_p > 0:
         seed = torch.randint(2**62, (1,), dtype=torch.int64, device=q.device)
@@ -95,7 +98,10 @@ def _backend(device: torch.device) -> str:
 
 def _check(q, k, v, pattern, scale, dropout_p):
     if not isinstance(pattern, Pattern):
-        raise TypeError(f"pattern {pattern!r} is none; those of lean_arch.ops.patterns are, such as local(256)")
+        kind = type(pattern).__name__
+        raise TypeError(
+            f"pattern is a {kind}; local(256) of lean_arch.ops.patterns is one, and from_mask(mask) makes one"
+        )
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
             found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -121,22 +127,35 @@ def _check(q, k, v, pattern, scale, dropout_p):
     pattern.check(q.shape[2], k.shape[2])
 
 
-def _integers(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _integers(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
     whole = isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
-    if not whole or tuple(tensor.shape) != shape:
+    if not whole or tensor.dtype == torch.bool or tuple(tensor.shape) != shape:
         found = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)
         raise ValueError(f"{name} must be a tensor of integers {shape}, got {found}")
-    return tensor.to(torch.int32)
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, but q is on {device}; it must be there too")
+    return tensor
 
 
-def _segments(ids, batch, nq, nk) -> tuple[Tensor | None, Tensor | None]:
+def _segment(name: str, ids: Tensor, shape: tuple[int, int], device: torch.device) -> Tensor:
+    ids = _integers(name, ids, shape, device)
+    # read only where it is at hand: on a GPU it would be waited for, and a compiler's stand-in holds nothing
+    if ids.dtype == torch.int64 and ids.is_cpu and type(ids) is Tensor and not torch.compiler.is_compiling():
+        low, high = (int(end) for end in ids.aminmax()) if ids.numel() else (0, 0)
+        if low < -(2**31) or high >= 2**31:
+            raise ValueError(f"{name} go from {low} to {high}; they must fit in 32 bits")
+    return ids.to(torch.int32)
+
+
+def _segments(ids, batch, nq, nk, device) -> tuple[Tensor | None, Tensor | None]:
     if ids is None:
         return None, None
     if isinstance(ids, (tuple, list)):
         if len(ids) != 2:
             raise ValueError(f"segment_ids has {len(ids)} tensors; one (B, Nk) or a pair (B, Nq), (B, Nk) works")
-        return _integers("segment_ids[0]", ids[0], (batch, nq)), _integers("segment_ids[1]", ids[1], (batch, nk))
-    keys = _integers("segment_ids", ids, (batch, nk))
+        sizes = (batch, nq), (batch, nk)
+        return tuple(_segment(f"segment_ids[{n}]", ids[n], sizes[n], device) for n in range(2))
+    keys = _segment("segment_ids", ids, (batch, nk), device)
     if nq > nk:
         raise ValueError(f"segment_ids of {nk} keys say nothing of {nq} queries; a pair (B, Nq), (B, Nk) does")
     return keys[:, nk - nq :], keys
@@ -229,6 +248,13 @@ def _differentiate(ctx, grad_out, grad_lse):
 
 
 _forward.register_autograd(_differentiate, setup_context=_remember)
+
+
+def _refuse(ctx, *grads):
+    raise RuntimeError("sparse_attention cannot be differentiated twice; F.scaled_dot_product_attention can")
+
+
+_backward.register_autograd(_refuse)
 
 
 @register_flop_formula(torch.ops.lean_arch.sparse_attention)

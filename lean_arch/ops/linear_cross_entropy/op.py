@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lean_arch.ops.backend import backend_for
+from lean_arch.ops.derivatives import refuse_other_derivatives
 
 ROOMS = {"reference": "reference", "torch": "portable", "triton": "kernels"}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -61,6 +62,7 @@ def linear_cross_entropy(
 
     Raises ValueError where arguments do not fit each other.
     """
+    refuse_other_derivatives("linear_cross_entropy", x, weight, bias)
     _check(x, weight, target, bias, label_smoothing, reduction)
     losses, _ = torch.ops.lean_arch.linear_cross_entropy(
         x, weight, bias, target, ignore_index, float(label_smoothing), _product_dtype(x), _backend(x.device)

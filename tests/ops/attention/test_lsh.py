@@ -269,7 +269,11 @@ def test_autocast():
     assert torch.autograd.grad(out.sum(), qk)[0].dtype == torch.float32
 
 
-def test_memory_is_linear_and_inputs_are_not_copied():
+def test_memory_is_linear_and_inputs_are_not_copied(monkeypatch):
+    from lean_arch.ops.attention import lsh_portable
+
+    monkeypatch.setitem(lsh_portable.SCORES, "cpu", 2**17)
+
     def peak(length):
         x = torch.randn(1, length, 2, 8, 32)
         qk, v = (t.requires_grad_() for t in x.permute(2, 0, 3, 1, 4))
@@ -280,7 +284,7 @@ def test_memory_is_linear_and_inputs_are_not_copied():
     short, long = peak(2048), peak(8192)
     whole = 8192 * 8 * 32 * 4
     assert long < 4.2 * short
-    assert long < 7 * whole  # out, its gradient, the square's, two gradients: five; the rest is scratch
+    assert long < 5.1 * whole  # out, its gradient, the square's, two gradients: five
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_bad_input_is_refused_by_name(change, message, monkeypatch):
 
 def test_other_refusals():
     q, k, v = tensors(grad=False)
-    with pytest.raises(TypeError, match=re.escape("pattern 256 is none; those of lean_arch.ops.patterns are")):
+    with pytest.raises(TypeError, match=r"pattern is a int; .* from_mask"):
         sparse_attention(q, k, v, 256)
     with pytest.raises(ValueError, match="local left -1 must be a whole number, 0 or more"):
         local(-1)
@@ -174,7 +174,7 @@ def test_replays_draw_the_same_and_a_second_derivative_is_refused():
     assert torch.equal(first, sparse_attention(q, k, v, dense(), dropout_p=0.5))
     assert not torch.equal(first, other)
     (grad,) = torch.autograd.grad(first.sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"no autograd formula|does not require grad"):
+    with pytest.raises(RuntimeError, match="sparse_attention cannot be differentiated twice"):
         torch.autograd.grad(grad.square().sum(), q)
 
 
