@@ -119,6 +119,7 @@ TABLES = {
     "main-job": main_job,
     "attention": attention,
     "linear-cross-entropy": linear_cross_entropy,
+    "builds": builds,
 }
 
 
