@@ -347,7 +347,8 @@ def global_tokens(which: int | Tensor | list[int]) -> Pattern:
 
 def random_blocks(count: int, block: int = 64, seed: int = 0) -> Pattern:
     """Each block of `block` queries sees `count` blocks of keys, drawn from `seed` (all, where there are fewer)."""
-    return RandomBlocks(_count("random_blocks count", count, 1), _count("random_blocks block", block, 1), seed)
+    numbers = {"count": (count, 1), "block": (block, 1), "seed": (seed, 0)}
+    return RandomBlocks(*(_count(f"random_blocks {name}", *number) for name, number in numbers.items()))
 
 
 def strided(stride: int) -> Pattern:

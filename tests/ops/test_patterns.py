@@ -136,6 +136,7 @@ def test_a_mask_is_copied():
         (lambda: global_tokens(-1), "global_tokens -1"),
         (lambda: global_tokens([1, -3]), "must be positions"),
         (lambda: strided(0), "strided 0 must be a whole number, 1 or more"),
+        (lambda: random_blocks(1, 4, "x"), "random_blocks seed 'x' must be a whole number, 0 or more"),
         (lambda: random_blocks(0), "random_blocks count 0"),
         (lambda: random_blocks(1, 0), "random_blocks block 0"),
         (lambda: from_mask(torch.ones(3, 3)), "from_mask takes a bool tensor"),
