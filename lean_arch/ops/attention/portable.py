@@ -156,6 +156,7 @@ def attend(walk: Walk, block: Block, queries: Tensor, k: Tensor, v: Tensor) -> t
         keys, values = walk.keys(k, block, piece), walk.keys(v, block, piece)
         of_piece = flash_piece if walk.goes_through_flash(piece) else plain_piece
         part, part_lse = of_piece(walk, block, piece, rows, keys, values)
+        del keys, values  # before the next piece's are copied
         out, lse = (part, part_lse) if out is None else merge(out, lse, part, part_lse)
     return torch.zeros_like(rows) if out is None else out, lse
 
@@ -269,18 +270,22 @@ def scratch_bytes(q: Tensor, k: Tensor, pattern: Pattern, backward: bool) -> int
     copied, grouped, flash = q.dtype != dtype, groups > 1, q.dtype == torch.float32 and q.device.type == "cpu"
     queries = groups * min(TILE_Q, q.shape[2])
     rows = sequences * heads * queries  # of a block
-    if flash:  # a tile of scores a thread; backward, two
-        tile = min(256 if queries >= 768 else 64 if queries >= 192 else 32, queries), min(512, plan.width)
-        numbers = torch.get_num_threads() * tile[0] * (2 * tile[1] if backward else tile[1] + 2 + size)
-    else:
-        numbers = (1 + backward) * rows * plan.width
-    # rows that are kept, copied, scaled; the results of one piece, and of those before it
-    cut = any(len(pieces) > 1 for pieces in plan.pieces)
-    per_row = (3 if backward else 1) * (copied or grouped) + (not flash) + 1 + (backward or 3 * cut)
-    numbers += rows * size * (per_row + (backward and flash)) + 2 * rows
-    pieces = {piece for pieces in plan.pieces for piece in pieces}
-    columns = max((piece.width * (2 * backward + 2 * (copied or len(piece.runs) > 1)) for piece in pieces), default=0)
-    numbers += sequences * heads * columns * size
+    tile_q = min(256 if queries >= 768 else 64 if queries >= 192 else 32, queries)
+
+    def of_piece(piece: Piece, merged: bool) -> int:
+        """Copies of keys and values, their gradients; of the fused kernel, a tile of scores a thread, backward two."""
+        columns = piece.width * (2 * backward + 2 * (copied or len(piece.runs) > 1))
+        tile_k = min(512, piece.width)
+        tile = torch.get_num_threads() * tile_q * (2 * tile_k if backward else tile_k + 2 + size)
+        earlier = rows * size * merged  # the result so far; merged, the two scaled and their sum as well
+        return sequences * heads * columns * size + max(flash * tile + earlier, (3 + flash) * earlier)
+
+    # rows that are kept, copied, scaled; the results of one piece
+    per_row = (3 if backward else 1) * (copied or grouped) + (not flash) + 1 + backward
+    numbers = rows * size * (per_row + (backward and flash)) + 2 * rows
+    numbers += 0 if flash else (1 + backward) * rows * plan.width
+    seen = {(piece, number > 0 and not backward) for pieces in plan.pieces for number, piece in enumerate(pieces)}
+    numbers += max((of_piece(*piece) for piece in seen), default=0)
     if backward and copied:
         numbers += 2 * sequences * heads * k.shape[2] * size
     return numbers * dtype.itemsize + k.shape[2] * 8
