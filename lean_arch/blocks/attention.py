@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lean_arch.blocks.rotary import rotary
+from lean_arch.blocks.sizes import check_heads, check_share, check_whole
 from lean_arch.ops import sparse_attention
 from lean_arch.ops.patterns import Band, Pattern
 from lean_arch.registry import ATTENTION
@@ -39,7 +40,7 @@ class SparseAttention(nn.Module):
 
     Args:
         dim: channels of the input and output.
-        num_heads: query heads, of dim / num_heads channels each.
+        num_heads: query heads, of dim / num_heads channels each, 8 to 256.
         pattern: which query may see which key, from `lean_arch.ops.patterns`.
         num_kv_heads: key-value heads, each of which serves num_heads / num_kv_heads query heads (Ainslie et al.
             2023, arXiv 2305.13245); default: num_heads.
@@ -47,7 +48,7 @@ class SparseAttention(nn.Module):
         qkv_bias: biases of the query, key and value projections.
         dropout: share of the attention weights set to zero in training.
 
-    Raises ValueError when the sizes do not divide each other, TypeError for a pattern that is none.
+    Raises ValueError when the sizes do not fit each other, TypeError for a pattern that is none.
     """
 
     def __init__(
@@ -64,14 +65,14 @@ class SparseAttention(nn.Module):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if not isinstance(pattern, Pattern):
             raise TypeError(f"pattern {pattern!r} is no attention pattern; local(256) or causal() is one")
-        for name, whole, part in (("dim", dim, num_heads), ("num_heads", num_heads, num_kv_heads)):
-            if part < 1 or whole % part:
-                of = "num_heads" if name == "dim" else "num_kv_heads"
-                raise ValueError(f"{name} {whole} is not a multiple of {of} {part}")
-        if rotary and dim // num_heads % 2:
-            size = dim // num_heads
+        size = check_heads(dim, num_heads)
+        check_whole(1, num_kv_heads=num_kv_heads)
+        check_share(dropout=dropout)
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}")
+        if rotary and size % 2:
             raise ValueError(f"dim {dim} gives {num_heads} heads of {size} channels; rotary needs an even number")
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, dim // num_heads
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, size
         self.pattern, self.rotary, self.dropout = pattern, rotary, dropout
         self.qkv = nn.Linear(dim, (num_heads + 2 * num_kv_heads) * self.head_dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lean_arch.blocks.sizes import check_share, check_whole
 from lean_arch.ops.linear import rowwise_linears
 
 
@@ -27,7 +28,7 @@ class ChunkedFeedForward(nn.Module):
         dropout: share of the middle and of the output set to zero in training.
         activation: makes the activation module, e.g. `nn.GELU` or `nn.ReLU`.
 
-    Raises ValueError for sizes or chunks below 1.
+    Raises ValueError for sizes or chunks below 1, TypeError for an `activation` that makes no module.
     """
 
     def __init__(
@@ -39,13 +40,13 @@ class ChunkedFeedForward(nn.Module):
         activation: Callable[[], nn.Module] = nn.GELU,
     ):
         super().__init__()
+        check_whole(1, dim=dim, chunks=chunks)
         hidden_dim = 4 * dim if hidden_dim is None else hidden_dim
-        for name, value in (("dim", dim), ("hidden_dim", hidden_dim), ("chunks", chunks)):
-            if value < 1:
-                raise ValueError(f"{name} {value} must be 1 or more")
+        check_whole(1, hidden_dim=hidden_dim)
+        check_share(dropout=dropout)
         self.chunks, self.dropout = chunks, dropout
         self.fc1, self.fc2 = nn.Linear(dim, hidden_dim), nn.Linear(hidden_dim, dim)
-        self.act, self.drop = activation(), nn.Dropout(dropout)
+        self.act, self.drop = made(activation), nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., C)."""
@@ -63,3 +64,13 @@ class ChunkedFeedForward(nn.Module):
 
     def extra_repr(self) -> str:
         return f"chunks={self.chunks}"
+
+
+def made(activation: Callable[[], nn.Module]) -> nn.Module:
+    try:
+        module, cause = activation(), None
+    except TypeError as error:  # a name, a function of tensors, a module that is made already
+        module, cause = None, error
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"activation {activation!r} makes no module when called; the class nn.GELU does") from cause
+    return module

@@ -8,6 +8,7 @@ Shapes: B sequences, N tokens, C channels, H heads, D channels a head: x (B, N, 
 import torch
 from torch import Tensor, nn
 
+from lean_arch.blocks.sizes import check_heads, check_whole
 from lean_arch.ops import lsh_attention
 from lean_arch.registry import ATTENTION
 
@@ -38,14 +39,8 @@ class LSHAttention(nn.Module):
 
     def __init__(self, dim: int, num_heads: int, n_hashes: int = 1, bucket_size: int = 64, causal: bool = False):
         super().__init__()
-        if num_heads < 1 or dim % num_heads:
-            raise ValueError(f"dim {dim} is not a multiple of num_heads {num_heads}")
-        if not 8 <= dim // num_heads <= 256:
-            raise ValueError(f"dim {dim} gives {num_heads} heads of {dim // num_heads} channels; 8 to 256 work")
-        for name, value in (("n_hashes", n_hashes), ("bucket_size", bucket_size)):
-            if value < 1:
-                raise ValueError(f"{name} {value} is too small; 1 is the least")
-        self.num_heads, self.head_dim = num_heads, dim // num_heads
+        self.num_heads, self.head_dim = num_heads, check_heads(dim, num_heads)
+        check_whole(1, n_hashes=n_hashes, bucket_size=bucket_size)
         self.n_hashes, self.bucket_size, self.causal = n_hashes, bucket_size, causal
         self.qk = nn.Linear(dim, dim, bias=False)
         self.v = nn.Linear(dim, dim, bias=False)

@@ -103,8 +103,16 @@ def test_dropout_acts_in_training_only():
     [
         ({"dim": 30}, ValueError, "dim 30 is not a multiple of num_heads 4"),
         ({"num_kv_heads": 3}, ValueError, "num_heads 4 is not a multiple of num_kv_heads 3"),
-        ({"num_heads": 0}, ValueError, "num_heads 0"),
+        ({"num_heads": 0}, ValueError, "num_heads 0 must be a whole number, 1 or more"),
+        ({"num_heads": -4}, ValueError, "num_heads -4 must be a whole number, 1 or more"),
+        ({"num_heads": 4.0}, ValueError, "num_heads 4.0 must be a whole number"),
+        ({"dim": 0}, ValueError, "dim 0 must be a whole number, 1 or more"),
+        ({"num_kv_heads": 0}, ValueError, "num_kv_heads 0 must be a whole number, 1 or more"),
+        ({"dim": 8, "num_heads": 2}, ValueError, "dim 8 gives 2 heads of 4 channels; 8 to 256 work"),
+        ({"dim": 1032}, ValueError, "dim 1032 gives 4 heads of 258 channels; 8 to 256 work"),
         ({"dim": 36}, ValueError, "heads of 9 channels; rotary needs an even number"),
+        ({"dropout": 1.0}, ValueError, "dropout 1.0 must be a share, 0 or more and less than 1"),
+        ({"dropout": "half"}, ValueError, "dropout 'half' must be a share"),
         ({"pattern": 256}, TypeError, "pattern 256 is no attention pattern"),
     ],
 )

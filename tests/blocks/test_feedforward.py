@@ -63,7 +63,20 @@ def test_goes_into_a_reversible_stack_under_autocast(reversible):
     assert all(p.grad.isfinite().all() for p in (x, *stack.parameters()))
 
 
-@pytest.mark.parametrize("sizes", [{"dim": 0}, {"hidden_dim": -1}, {"chunks": 0}])
-def test_bad_sizes_are_refused(sizes):
-    with pytest.raises(ValueError, match=next(iter(sizes))):
-        ChunkedFeedForward(**({"dim": 8} | sizes))
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"dim": 0}, ValueError, "dim 0 must be a whole number, 1 or more"),
+        ({"hidden_dim": -1}, ValueError, "hidden_dim -1 must be a whole number, 1 or more"),
+        ({"chunks": 0}, ValueError, "chunks 0 must be a whole number, 1 or more"),
+        ({"chunks": 2.5}, ValueError, "chunks 2.5 must be a whole number"),
+        ({"dropout": -0.1}, ValueError, "dropout -0.1 must be a share"),
+        ({"activation": "gelu"}, TypeError, "activation 'gelu' makes no module"),
+        ({"activation": nn.GELU()}, TypeError, r"activation GELU\(.*\) makes no module"),
+        ({"activation": nn.functional.relu}, TypeError, "activation <function relu .* makes no module"),
+        ({"activation": float}, TypeError, "activation <class 'float'> makes no module"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options, error, words):
+    with pytest.raises(error, match=words):
+        ChunkedFeedForward(**({"dim": 8} | options))

@@ -136,10 +136,10 @@ def test_it_has_a_name():
     ("options", "words"),
     [
         ({"dim": 30}, "dim 30 is not a multiple of num_heads 4"),
-        ({"num_heads": 0}, "num_heads 0"),
+        ({"num_heads": 0}, "num_heads 0 must be a whole number, 1 or more"),
         ({"dim": 16}, "4 heads of 4 channels; 8 to 256 work"),
-        ({"n_hashes": 0}, "n_hashes 0 is too small"),
-        ({"bucket_size": -1}, "bucket_size -1 is too small"),
+        ({"n_hashes": 0}, "n_hashes 0 must be a whole number, 1 or more"),
+        ({"bucket_size": 2.5}, "bucket_size 2.5 must be a whole number, 1 or more"),
     ],
 )
 def test_what_does_not_fit_is_refused(options, words):
