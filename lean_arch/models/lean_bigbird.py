@@ -8,12 +8,20 @@ Shapes: B sequences, N tokens, D channels, V vocabulary: tokens (B, N) int64, x 
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_arch.blocks import ChunkedFeedForward, ReversibleSequence, SparseAttention
-from lean_arch.models.lean_sequence import VOCABULARY, ReversibleModel
-from lean_arch.ops import linear_cross_entropy
+from lean_arch.blocks.sizes import check_heads, check_share, check_whole
+from lean_arch.models.lean_sequence import (
+    VOCABULARY,
+    ReversibleModel,
+    check_batch,
+    class_loss,
+    embedded,
+    kind_of,
+    middle_size,
+    token_loss,
+)
 from lean_arch.ops.patterns import Pattern, global_tokens, local, random_blocks
 from lean_arch.registry import SEQUENCE_MODELS
 
@@ -68,6 +76,8 @@ class LeanBigBird(ReversibleModel):
         mlp_ratio: width of the feed-forward layers over `dim`.
         drop_rate: dropout after each sub-layer. attn_drop_rate: of the attention weights.
         chunks: most parts of the batch that a layer's backward works on, one after the other.
+
+    Raises ValueError for sizes that cannot be, or that do not fit each other.
     """
 
     objective = "masked"
@@ -90,18 +100,18 @@ class LeanBigBird(ReversibleModel):
         chunks: int = 4,
     ):
         super().__init__()
-        for name, value in (("vocab_size", vocab_size), ("seq_len", seq_len), ("depth", depth)):
-            if value < 1:
-                raise ValueError(f"{name} {value} is too small; 1 is the least")
-        if num_classes < 0:
-            raise ValueError(f"num_classes {num_classes} is too small; 0 is the least")
+        check_whole(1, vocab_size=vocab_size, seq_len=seq_len, depth=depth, block=block)
+        check_whole(0, num_classes=num_classes, window=window, global_tokens=global_tokens, random_blocks=random_blocks)
+        check_heads(dim, num_heads)
+        check_share(drop_rate=drop_rate, attn_drop_rate=attn_drop_rate)
+        hidden = middle_size(dim, mlp_ratio)
         self.seq_len, self.num_classes = seq_len, num_classes
         self.embed = nn.Embedding(vocab_size, dim)
         layers = []
         for number in range(depth):
             pattern = pattern_of(window, global_tokens, random_blocks, block, seed=number)
             attention = SparseAttention(dim, num_heads, pattern, dropout=attn_drop_rate)
-            mlp = ChunkedFeedForward(dim, round(dim * mlp_ratio), chunks=1)
+            mlp = ChunkedFeedForward(dim, hidden, chunks=1)
             layers.append((AttentionPart(dim, attention, drop_rate), MLPPart(dim, mlp, drop_rate)))
         self.blocks = ReversibleSequence(layers, chunks=chunks, least_chunk=2**16)
         self.norm = nn.RMSNorm(dim)
@@ -112,14 +122,11 @@ class LeanBigBird(ReversibleModel):
 
     def forward_features(self, tokens: Tensor, key_lengths: Tensor | None = None) -> Tensor:
         """(B, N) -> (B, N, D). `key_lengths` as in `forward`."""
-        if tokens.dim() != 2 or tokens.is_floating_point():
-            raise ValueError(f"tokens must be integers (B, N), got {tokens.dtype} {tuple(tokens.shape)}")
-        x = self.embed(tokens)
+        x = embedded(self.embed, tokens)
         if key_lengths is None:
             return self._through(self.blocks, x)
         if key_lengths.shape != tokens.shape[:1] or key_lengths.is_floating_point():
-            found = f"{key_lengths.dtype} {tuple(key_lengths.shape)}"
-            raise ValueError(f"key_lengths must be integers ({len(tokens)},), got {found}")
+            raise ValueError(f"key_lengths must be integers ({len(tokens)},), got {kind_of(key_lengths)}")
         chunks = max(min(self.blocks.chunks, x.numel() // self.blocks.least_chunk), 1)
         parts = zip(x.chunk(chunks), key_lengths.chunk(chunks), strict=True)
         return torch.cat([self._through(self._padded(lengths), part) for part, lengths in parts])
@@ -147,18 +154,16 @@ class LeanBigBird(ReversibleModel):
         Of a classifier: logits (B, num_classes), or with `targets` (B,) the loss summed over the sequences.
         `key_lengths` (B,): only the first so many tokens of each sequence count, the others are padding.
 
-        Raises ValueError for shapes that do not fit.
+        Raises ValueError for shapes that do not fit, and for tokens or targets of another kind or range.
         """
+        check_batch(tokens, targets, of_sequences=self.num_classes > 0)
         x = self.forward_features(tokens, key_lengths)
         if self.num_classes:
             logits = self.head(x[:, 0])
-            if targets is None:
-                return logits
-            return F.cross_entropy(logits.float(), targets, reduction="sum", label_smoothing=label_smoothing)
+            return logits if targets is None else class_loss(logits, targets, label_smoothing)
         if targets is None:
             return self.head(x)
-        options = {"label_smoothing": label_smoothing, "reduction": "sum"}
-        return linear_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), self.head.bias, **options)
+        return token_loss(x, self.head.weight, self.head.bias, targets, label_smoothing)
 
 
 def pattern_of(window: int, first: int, count: int, block: int, seed: int) -> Pattern:

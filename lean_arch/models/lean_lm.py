@@ -7,12 +7,23 @@ Most layers see a window of the last tokens, every few layers one sees all (Long
 Shapes: B sequences, N tokens, D channels, V vocabulary: tokens (B, N) int64, x (B, N, D).
 """
 
+import math
+from numbers import Real
+
 import torch
 from torch import Tensor, nn
 
 from lean_arch.blocks import KeyValues, ReversibleSequence, SparseAttention
 from lean_arch.blocks.reversible import to_fixed, to_float
-from lean_arch.models.lean_sequence import VOCABULARY, ReversibleDecoder, sub_layer
+from lean_arch.blocks.sizes import check_heads, check_share, check_whole
+from lean_arch.models.lean_sequence import (
+    VOCABULARY,
+    ReversibleDecoder,
+    check_batch,
+    embedded,
+    middle_size,
+    sub_layer,
+)
 from lean_arch.ops.patterns import causal, local
 from lean_arch.registry import SEQUENCE_MODELS
 
@@ -32,6 +43,8 @@ class LeanLM(ReversibleDecoder):
         tied: the projection onto the vocabulary is the embedding itself.
         drop_rate: dropout after each sub-layer.
         chunks: most parts of the batch that a layer's backward works on, one after the other.
+
+    Raises ValueError for sizes that cannot be, or that do not fit each other.
     """
 
     def __init__(
@@ -50,18 +63,17 @@ class LeanLM(ReversibleDecoder):
         chunks: int = 4,
     ):
         super().__init__()
-        for name, value in (("vocab_size", vocab_size), ("seq_len", seq_len), ("depth", depth), ("window", window)):
-            if value < 1:
-                raise ValueError(f"{name} {value} is too small; 1 is the least")
-        if global_every < 1:
-            raise ValueError(f"global_every {global_every} is too small; 1 makes every layer global")
+        check_whole(1, vocab_size=vocab_size, seq_len=seq_len, depth=depth, window=window, global_every=global_every)
+        check_heads(dim, num_heads)
+        check_share(drop_rate=drop_rate)
+        hidden = middle_size(dim, mlp_ratio)
         self.seq_len = seq_len
         self.embed = nn.Embedding(vocab_size, dim)
         layers = []
         for number in range(1, depth + 1):
             pattern = causal() if number % global_every == 0 else local(window, 0)
             attention = SparseAttention(dim, num_heads, pattern, num_kv_heads)
-            feed_forward = mlp(dim, mlp_ratio)
+            feed_forward = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
             layers.append((sub_layer(dim, drop_rate, attn=attention), sub_layer(dim, drop_rate, mlp=feed_forward)))
         self.blocks = ReversibleSequence(layers, chunks=chunks, least_chunk=2**16)
         self.norm = nn.RMSNorm(dim)
@@ -72,7 +84,7 @@ class LeanLM(ReversibleDecoder):
 
     def forward_features(self, tokens: Tensor) -> Tensor:
         """(B, N) -> (B, N, D)"""
-        x = self.embed(tokens)
+        x = embedded(self.embed, tokens)
         return self._fuse(*self.blocks((x, x)))
 
     def _fuse(self, y1: Tensor, y2: Tensor) -> Tensor:
@@ -92,15 +104,14 @@ class LeanLM(ReversibleDecoder):
         Each is drawn from the model's distribution, at `temperature` (0: the likeliest), among the `top_k` likeliest.
         Keys and values are kept, in local layers those of the window only. Call `eval()` first, or dropout acts.
 
-        Raises ValueError for an empty prompt or an option out of range.
+        Raises ValueError for an empty prompt, tokens that are none, or an option out of range.
         """
-        if tokens.dim() != 2 or tokens.shape[1] == 0:
-            raise ValueError(f"tokens must be (B, N) with N at least 1, got {tuple(tokens.shape)}")
-        if max_new_tokens < 0 or temperature < 0 or (top_k is not None and top_k < 1):
-            raise ValueError(
-                f"max_new_tokens {max_new_tokens} and temperature {temperature} must be 0 or more, "
-                f"top_k {top_k} None or 1 or more"
-            )
+        check_batch(tokens)
+        check_whole(0, max_new_tokens=max_new_tokens)
+        if not isinstance(temperature, Real) or not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature {temperature!r} must be a finite number, 0 or more")
+        if top_k is not None:
+            check_whole(1, top_k=top_k)
         caches = [KeyValues() for _ in self.blocks]
         new = tokens
         for _ in range(max_new_tokens):
@@ -111,7 +122,7 @@ class LeanLM(ReversibleDecoder):
 
     def _continue(self, tokens: Tensor, caches: list[KeyValues]) -> Tensor:
         """`forward_features` of tokens that follow those in `caches`: the blocks' own arithmetic."""
-        x = self.embed(tokens)
+        x = embedded(self.embed, tokens)
         wide = torch.promote_types(x.dtype, torch.float32)
         a = b = to_fixed(x, wide)
         for block, cache in zip(self.blocks, caches, strict=True):
@@ -119,11 +130,6 @@ class LeanLM(ReversibleDecoder):
             a, b = b, a + to_fixed(out, wide)
             a, b = b, a + to_fixed(block.g(to_float(b, wide).to(x.dtype)), wide)
         return self._fuse(to_float(a, wide).to(x.dtype), to_float(b, wide).to(x.dtype))
-
-
-def mlp(dim: int, ratio: float) -> nn.Sequential:
-    hidden = round(dim * ratio)
-    return nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
 
 
 def pick(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:

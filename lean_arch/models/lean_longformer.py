@@ -10,8 +10,10 @@ vocabulary: tokens (B, N) int64, x (B, N, C), heads (B, H, N, D).
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
+from numbers import Real
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +21,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lean_arch.blocks import ChunkedFeedForward
-from lean_arch.models.lean_sequence import VOCABULARY, Special
-from lean_arch.ops import linear_cross_entropy, sparse_attention
+from lean_arch.blocks.sizes import check_heads, check_share, check_whole
+from lean_arch.models.lean_sequence import (
+    VOCABULARY,
+    Special,
+    check_batch,
+    class_loss,
+    embedded,
+    middle_size,
+    token_loss,
+)
+from lean_arch.ops import sparse_attention
 from lean_arch.ops.patterns import dense, global_tokens, local
 from lean_arch.registry import SEQUENCE_MODELS
 
@@ -128,9 +139,12 @@ class LeanLongformer(nn.Module):
         global_tokens: so many tokens at the start are global where no mask says which are.
         mlp_ratio: width of the feed-forward layers over `dim`.
         drop_rate: dropout of the embeddings and after each sub-layer. attn_drop_rate: of the attention weights.
-        pad_id: the token that has no position and learns nothing.
+        pad_id: the token that has no position and learns nothing; by default that of the bytes (256), or none where
+            vocab_size ends before it.
         eps: of the layer norms.
         chunks: parts of the tokens for which the middle of a feed-forward layer exists at a time.
+
+    Raises ValueError for sizes that cannot be, or that do not fit each other.
     """
 
     objective = "masked"
@@ -148,26 +162,27 @@ class LeanLongformer(nn.Module):
         mlp_ratio: float = 4.0,
         drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0,
-        pad_id: int = Special.PAD,
+        pad_id: int | None = None,
         eps: float = 1e-5,
         chunks: int = 4,
     ):
         super().__init__()
-        for name, value in (("seq_len", seq_len), ("depth", depth), ("num_heads", num_heads)):
-            if value < 1:
-                raise ValueError(f"{name} {value} is too small; 1 is the least")
-        for name, value in (("num_classes", num_classes), ("global_tokens", global_tokens)):
-            if value < 0:
-                raise ValueError(f"{name} {value} is too small; 0 is the least")
-        if dim % num_heads:
-            raise ValueError(f"dim {dim} is not a multiple of num_heads {num_heads}")
-        if not 0 <= pad_id < vocab_size:
+        check_whole(1, vocab_size=vocab_size, seq_len=seq_len, depth=depth)
+        check_whole(0, num_classes=num_classes, global_tokens=global_tokens)
+        check_heads(dim, num_heads)
+        check_share(drop_rate=drop_rate, attn_drop_rate=attn_drop_rate)
+        hidden = middle_size(dim, mlp_ratio)
+        if not isinstance(eps, Real) or not 0 < eps < math.inf:
+            raise ValueError(f"eps {eps!r} must be a number above 0; 1e-5 is usual")
+        if pad_id is None:
+            pad_id = int(Special.PAD) if vocab_size > Special.PAD else None
+        elif pad_id not in range(vocab_size):
             raise ValueError(f"pad_id {pad_id} is no token of vocab_size {vocab_size}; 0 to {vocab_size - 1} are")
-        windows = [window] * depth if isinstance(window, int) else list(window)
+        windows = list(window) if isinstance(window, list | tuple) else [window] * depth
         if len(windows) != depth:
             raise ValueError(f"window {window} has {len(windows)} numbers for depth {depth}; one number works too")
-        if min(windows) < 0:
-            raise ValueError(f"window {window} must be 0 or more")
+        for width in windows:
+            check_whole(0, window=width)
         self.seq_len, self.num_classes, self.global_tokens = seq_len, num_classes, global_tokens
         self.embed = nn.Embedding(vocab_size, dim, padding_idx=pad_id)
         self.positions = nn.Embedding(1 + seq_len, dim, padding_idx=0)
@@ -176,7 +191,7 @@ class LeanLongformer(nn.Module):
         self.layers = nn.ModuleList(
             LongformerLayer(
                 LongformerAttention(dim, num_heads, width, attn_drop_rate),
-                ChunkedFeedForward(dim, round(dim * mlp_ratio), chunks),
+                ChunkedFeedForward(dim, hidden, chunks),
                 dim,
                 drop_rate,
                 eps,
@@ -203,17 +218,18 @@ class LeanLongformer(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
-            if isinstance(module, nn.Embedding):
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                 nn.init.zeros_(module.weight[module.padding_idx].detach())
 
     def forward_features(
         self, tokens: Tensor, attention_mask: Tensor | None = None, global_attention_mask: Tensor | None = None
     ) -> Tensor:
         """(B, N) -> (B, N, C). The masks (B, N) are those of `forward`."""
+        x = embedded(self.embed, tokens)
         sight = self._look(tokens, attention_mask, global_attention_mask)
-        some = tokens != self.embed.padding_idx
-        x = self.embed(tokens) + self.positions(some.cumsum(1) * some)
-        x = self.drop(self.norm(x))
+        pad_id = self.embed.padding_idx
+        some = torch.ones_like(tokens, dtype=torch.bool) if pad_id is None else tokens != pad_id
+        x = self.drop(self.norm(x + self.positions(some.cumsum(1) * some)))
         for layer in self.layers:
             x = layer(x, sight)
         return x
@@ -235,25 +251,22 @@ class LeanLongformer(nn.Module):
             attention_mask: (B, N), 0 where a token is padding, which no token sees; by default none is.
             global_attention_mask: (B, N), 1 where a token is global; by default the first `global_tokens` are.
 
-        Raises ValueError for shapes that do not fit, and for more than `seq_len` tokens.
+        Raises ValueError for shapes that do not fit, for more than `seq_len` tokens, and for tokens or targets of
+        another kind or range.
         """
+        check_batch(tokens, targets, of_sequences=self.num_classes > 0)
         x = self.forward_features(tokens, attention_mask, global_attention_mask)
         if self.num_classes:
             logits = self.head(x[:, 0])
-            if targets is None:
-                return logits
-            return F.cross_entropy(logits.float(), targets, reduction="sum", label_smoothing=label_smoothing)
+            return logits if targets is None else class_loss(logits, targets, label_smoothing)
         x = self.head(x)
         if targets is None:
             return F.linear(x, self.embed.weight, self.bias)
-        options = {"label_smoothing": label_smoothing, "reduction": "sum"}
-        return linear_cross_entropy(x.flatten(0, 1), self.embed.weight, targets.flatten(), self.bias, **options)
+        return token_loss(x, self.embed.weight, self.bias, targets, label_smoothing)
 
     def _look(self, tokens, attention_mask, global_attention_mask) -> Sight:
-        if tokens.dim() != 2 or tokens.is_floating_point():
-            raise ValueError(f"tokens must be integers (B, N), got {tokens.dtype} {tuple(tokens.shape)}")
         length = tokens.shape[1]
-        if not 1 <= length <= self.seq_len:
+        if length > self.seq_len:
             raise ValueError(f"tokens are {length} long, but there are positions for 1 to {self.seq_len} (seq_len)")
         for name, mask in (("attention_mask", attention_mask), ("global_attention_mask", global_attention_mask)):
             if mask is not None and mask.shape != tokens.shape:
@@ -305,6 +318,8 @@ class LeanLongformer(nn.Module):
 
         Raises ValueError when the sizes are not ours; the model is then unchanged.
         """
+        if self.embed.padding_idx is None:
+            raise ValueError("pad_id None has no counterpart in a Longformer of Hugging Face; give its pad_token_id")
         state = renamed(source.state_dict() if isinstance(source, nn.Module) else source, self.embed.padding_idx)
         mine = self.state_dict()
         lacks = [name for name in mine if name not in state and not name.startswith(("head.", "bias"))]

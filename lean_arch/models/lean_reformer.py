@@ -7,11 +7,14 @@ Heads of local layers turn queries and keys by their positions too (rotary, Su e
 Shapes: B sequences, N tokens, D channels, V vocabulary: tokens (B, N) int64, x (B, N, D).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from lean_arch.blocks import ChunkedFeedForward, LSHAttention, ReversibleSequence, SparseAttention
-from lean_arch.models.lean_sequence import VOCABULARY, ReversibleDecoder, sub_layer
+from lean_arch.blocks.sizes import check_heads, check_share, check_whole
+from lean_arch.models.lean_sequence import VOCABULARY, ReversibleDecoder, embedded, middle_size, sub_layer
 from lean_arch.ops.patterns import local
 from lean_arch.registry import SEQUENCE_MODELS
 
@@ -27,9 +30,11 @@ class AxialPositions(nn.Module):
 
     def __init__(self, shape: tuple[int, int], dim: int):
         super().__init__()
-        if len(shape) != 2 or min(shape) < 1:
-            raise ValueError(f"axial_shape {shape} must be two numbers, (rows, columns), of 1 or more")
+        if not isinstance(shape, Sequence) or len(shape) != 2:
+            raise ValueError(f"axial_shape {shape!r} must be two numbers, (rows, columns); (16, 16) reaches 256 tokens")
         rows, columns = shape
+        for number in shape:
+            check_whole(1, axial_shape=number)
         self.rows = nn.Parameter(torch.zeros(rows, dim - dim // 2))
         self.columns = nn.Parameter(torch.zeros(columns, dim // 2))
 
@@ -69,7 +74,7 @@ class LeanReformer(ReversibleDecoder):
         tied: the projection onto the vocabulary is the embedding itself.
         drop_rate: dropout after each sub-layer.
 
-    Raises ValueError for sizes below 1, or that do not fit each other.
+    Raises ValueError for sizes that cannot be, or that do not fit each other.
     """
 
     def __init__(
@@ -89,12 +94,13 @@ class LeanReformer(ReversibleDecoder):
         drop_rate: float = 0.0,
     ):
         super().__init__()
-        for name, value in (("vocab_size", vocab_size), ("seq_len", seq_len), ("depth", depth), ("window", window)):
-            if value < 1:
-                raise ValueError(f"{name} {value} is too small; 1 is the least")
+        check_whole(1, vocab_size=vocab_size, seq_len=seq_len, depth=depth, window=window, mlp_chunks=mlp_chunks)
+        check_heads(dim, num_heads)
+        check_share(drop_rate=drop_rate)
+        hidden = middle_size(dim, mlp_ratio)
         self.seq_len = seq_len
         self.embed = nn.Embedding(vocab_size, dim)
-        self.positions = AxialPositions(axial_shape or near_square(seq_len), dim)
+        self.positions = AxialPositions(near_square(seq_len) if axial_shape is None else axial_shape, dim)
         if self.positions.reach < seq_len:
             raise ValueError(f"axial_shape {axial_shape} reaches {self.positions.reach} tokens, seq_len is {seq_len}")
         layers = []
@@ -105,7 +111,7 @@ class LeanReformer(ReversibleDecoder):
                 if hashed
                 else SparseAttention(dim, num_heads, local(window, 0))
             )
-            feed_forward = ChunkedFeedForward(dim, round(dim * mlp_ratio), mlp_chunks)
+            feed_forward = ChunkedFeedForward(dim, hidden, mlp_chunks)
             layers.append((sub_layer(dim, drop_rate, attn=attention), sub_layer(dim, drop_rate, mlp=feed_forward)))
         self.blocks = ReversibleSequence(layers)
         self.norm = nn.RMSNorm(dim)
@@ -118,7 +124,7 @@ class LeanReformer(ReversibleDecoder):
 
     def forward_features(self, tokens: Tensor) -> Tensor:
         """(B, N) -> (B, N, D). Raises ValueError for more tokens than there are positions."""
-        x = self.embed(tokens) + self.positions(tokens.shape[1])
+        x = embedded(self.embed, tokens) + self.positions(tokens.shape[1])
         y1, y2 = self.blocks((x, x))
         return self.norm((y1 + y2) * 0.5)
 

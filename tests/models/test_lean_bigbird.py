@@ -1,44 +1,36 @@
 """lean_bigbird: reversible to the bit, padding included, and memory linear in the length."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 import lean_arch
+from tests.models.sequences import (
+    BAD_BATCHES,
+    BAD_CLASSES,
+    BAD_SIZES,
+    assert_float64_logits_agree,
+    assert_reversible_equals_stored,
+    draw_tokens,
+    long,
+    of_trained_size,
+)
 from tests.ruler import peak_bytes
-
-IGNORED = -100
 
 
 def build(**options):
     torch.manual_seed(0)
     sizes = {"dim": 32, "depth": 3, "window": 5, "block": 4, "global_tokens": 2}
     model = lean_arch.create_model("lean_bigbird", **sizes | options)
-    for parameter in model.parameters():  # of a trained size, or attention would hardly matter
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.15)
     model.blocks.least_chunk = 1  # so that small batches are cut as large ones are
-    return model
+    return of_trained_size(model)
 
 
 def tokens(batch=4, length=39, seed=1):
-    return torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(seed))
+    return draw_tokens(batch, length, seed)
 
 
 LENGTHS = torch.tensor([39, 1, 17, 30, 22])
-
-
-def gradients(model, reversible, batch=4, lengths=None, autocast=False):
-    model.set_reversible(reversible)
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(2)
-    targets = tokens(batch, seed=2).masked_fill(tokens(batch, seed=3) < 100, IGNORED)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = model(tokens(batch), lengths, targets=targets)
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("lengths", [None, LENGTHS])
@@ -52,27 +44,12 @@ def gradients(model, reversible, batch=4, lengths=None, autocast=False):
     ],
 )
 def test_gradients_equal_stored_ones_bit_for_bit(options, autocast, lengths):
-    model = build(**options)
-    lean, stored = (gradients(model, reversible, 5, lengths, autocast) for reversible in (True, False))
-    assert torch.equal(lean[0], stored[0])
-    for name, grad in stored[1].items():
-        assert grad is not None, name
-        assert torch.equal(lean[1][name], grad), name
+    assert_reversible_equals_stored(build(**options), tokens(5), lengths, autocast=autocast)
 
 
 @pytest.mark.parametrize("lengths", [None, LENGTHS[:4]])
 def test_loss_and_gradients_match_float64_logits(lengths):
-    model = build()
-    loss, grads = gradients(model, True, lengths=lengths)
-    exact = copy.deepcopy(model).double()
-    exact.zero_grad()
-    targets = tokens(seed=2).masked_fill(tokens(seed=3) < 100, IGNORED)
-    want = F.cross_entropy(exact(tokens(), lengths).flatten(0, 1), targets.flatten(), reduction="sum")
-    want.backward()
-    torch.testing.assert_close(loss.double(), want.detach(), rtol=1e-5, atol=0)
-    for name, parameter in exact.named_parameters():
-        error = (grads[name].double() - parameter.grad).norm() / parameter.grad.norm()
-        assert error < 1e-4, f"{name}: {error:.1e}"
+    assert_float64_logits_agree(build(), tokens(), lengths)
 
 
 def test_who_sees_whom():
@@ -147,13 +124,14 @@ def test_depth_costs_nothing(lengths):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"depth": 0}, "depth 0 is too small"),
-        ({"seq_len": 0}, "seq_len 0 is too small"),
-        ({"num_classes": -1}, "num_classes -1 is too small"),
-        ({"num_heads": 5}, "dim 32 is not a multiple of num_heads 5"),
-        ({"window": -1}, "local left -1"),
-        ({"global_tokens": -1}, "global_tokens -1"),
-        ({"random_blocks": -1}, "random_blocks count -1"),
+        *BAD_SIZES,
+        ({"num_classes": -1}, "num_classes -1 must be a whole number, 0 or more"),
+        ({"window": [4, 4, 4]}, r"window \[4, 4, 4\] must be a whole number"),
+        ({"window": -1}, "window -1 must be a whole number, 0 or more"),
+        ({"global_tokens": -1}, "global_tokens -1 must be"),
+        ({"random_blocks": -1}, "random_blocks -1 must be"),
+        ({"block": 0}, "block 0 must be a whole number, 1 or more"),
+        ({"attn_drop_rate": 1}, "attn_drop_rate 1 must be a share"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(options, words):
@@ -164,15 +142,19 @@ def test_sizes_that_cannot_be_are_refused(options, words):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((torch.zeros(4, dtype=torch.int64),), r"tokens must be integers \(B, N\)"),
-        ((torch.zeros(2, 4),), r"tokens must be integers \(B, N\), got torch.float32"),
-        ((torch.zeros(2, 4, dtype=torch.int64), torch.tensor([4])), r"key_lengths must be integers \(2,\)"),
-        (
-            (torch.zeros(2, 4, dtype=torch.int64), torch.ones(2)),
-            r"key_lengths .* got torch.float32",
-        ),
+        ((long(2, 4), torch.tensor([4])), r"key_lengths must be integers \(2,\)"),
+        ((long(2, 4), torch.ones(2)), r"key_lengths .* got torch.float32"),
     ],
 )
-def test_input_that_does_not_fit_is_refused(arguments, words):
+def test_lengths_that_do_not_fit_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         build()(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("classes", "tokens", "targets", "words"),
+    [*((0, *bad) for bad in BAD_BATCHES), *((3, *bad) for bad in BAD_CLASSES)],
+)
+def test_input_that_does_not_fit_is_refused(classes, tokens, targets, words):
+    with pytest.raises(ValueError, match=words):
+        build(num_classes=classes)(tokens, targets=targets)

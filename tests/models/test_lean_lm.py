@@ -1,43 +1,31 @@
 """lean_lm: causal, reversible to the bit, and generating from its cache what the whole sequence gives."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 import lean_arch
+from tests.models.sequences import (
+    BAD_BATCHES,
+    BAD_SIZES,
+    assert_float64_logits_agree,
+    assert_reversible_equals_stored,
+    draw_tokens,
+    long,
+    of_trained_size,
+)
 from tests.ruler import peak_bytes
-
-IGNORED = -100
 
 
 def build(name="lean_lm", **options):
     torch.manual_seed(0)
     model = lean_arch.create_model(name, **{"dim": 32, "depth": 3, "global_every": 2, "window": 5} | options)
-    for parameter in model.parameters():  # of a trained size, or attention would hardly matter
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.15)
     model.blocks.least_chunk = 1  # so that small batches are cut as large ones are
-    return model
+    return of_trained_size(model)
 
 
 def tokens(batch=4, length=23, seed=1):
-    return torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def with_gaps(targets):
-    return targets.masked_fill(torch.rand(targets.shape, generator=torch.Generator().manual_seed(3)) < 0.4, IGNORED)
-
-
-def gradients(model, reversible, autocast=False, batch=4):
-    model.set_reversible(reversible)
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(2)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = model(tokens(batch), targets=with_gaps(tokens(batch, seed=2)))
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+    return draw_tokens(batch, length, seed)
 
 
 @pytest.mark.parametrize("at", [0, 9, 22])
@@ -70,28 +58,12 @@ def test_how_far_back_a_token_sees(options, seen):
     [({}, 4), ({"drop_rate": 0.2}, 5), ({"tied": False, "chunks": 1}, 3), ({"depth": 12}, 1)],
 )
 def test_gradients_equal_stored_ones_bit_for_bit(options, batch, autocast):
-    model = build(**options)
-    lean, stored = (gradients(model, r, autocast, batch) for r in (True, False))
-    assert torch.equal(lean[0], stored[0])
-    for name, grad in stored[1].items():
-        assert grad is not None, name
-        assert torch.equal(lean[1][name], grad), name
+    assert_reversible_equals_stored(build(**options), tokens(batch), autocast=autocast)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_loss_and_gradients_match_float64_logits(tied):
-    model = build(tied=tied)
-    loss, grads = gradients(model, True)
-    exact = copy.deepcopy(model).double()
-    exact.zero_grad()
-    targets = with_gaps(tokens(seed=2))
-    logits = exact(tokens()).flatten(0, 1)
-    want = F.cross_entropy(logits, targets.flatten(), reduction="sum")
-    want.backward()
-    torch.testing.assert_close(loss.double(), want.detach(), rtol=1e-5, atol=0)
-    for name, parameter in exact.named_parameters():
-        error = (grads[name].double() - parameter.grad).norm() / parameter.grad.norm()
-        assert error < 1e-4, f"{name}: {error:.1e}"
+    assert_float64_logits_agree(build(tied=tied), tokens())
 
 
 def test_label_smoothing_is_that_of_cross_entropy():
@@ -163,10 +135,12 @@ def test_drawing_follows_the_generator_and_top_k():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((torch.zeros(1, 0, dtype=torch.int64), 3), r"N at least 1, got \(1, 0\)"),
-        ((torch.zeros(1, 2, dtype=torch.int64), -1), "max_new_tokens -1"),
-        ((torch.zeros(1, 2, dtype=torch.int64), 1, -0.5), "temperature -0.5"),
-        ((torch.zeros(1, 2, dtype=torch.int64), 1, 1.0, 0), "top_k 0"),
+        *(((tokens, 3), words) for tokens, targets, words in BAD_BATCHES if targets is None),
+        ((long(1, 2), -1), "^max_new_tokens -1 must be a whole number, 0 or more$"),
+        ((long(1, 2), 2.5), "^max_new_tokens 2.5 must be a whole number, 0 or more$"),
+        ((long(1, 2), 1, -0.5), "^temperature -0.5 must be a finite number, 0 or more$"),
+        ((long(1, 2), 1, float("nan")), "^temperature nan must be a finite number, 0 or more$"),
+        ((long(1, 2), 1, 1.0, 0), "^top_k 0 must be a whole number, 1 or more$"),
     ],
 )
 def test_what_cannot_be_generated_is_refused(arguments, words):
@@ -174,11 +148,25 @@ def test_what_cannot_be_generated_is_refused(arguments, words):
         build().generate(*arguments)
 
 
-@pytest.mark.parametrize("options", [{"depth": 0}, {"window": 0}, {"global_every": 0}, {"seq_len": 0}])
-def test_sizes_that_cannot_be_are_refused(options):
-    (name, value), *_ = options.items()
-    with pytest.raises(ValueError, match=f"{name} {value} "):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        *BAD_SIZES,
+        ({"window": 0}, "window 0 must be a whole number, 1 or more"),
+        ({"window": [4, 4]}, r"window \[4, 4\] must be a whole number"),
+        ({"global_every": 0}, "global_every 0 must be a whole number, 1 or more"),
+        ({"num_kv_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
         build(**options)
+
+
+@pytest.mark.parametrize(("tokens", "targets", "words"), BAD_BATCHES)
+def test_input_that_does_not_fit_is_refused(tokens, targets, words):
+    with pytest.raises(ValueError, match=words):
+        build()(tokens, targets)
 
 
 def test_tied_weights_are_one():

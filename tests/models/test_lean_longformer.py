@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import lean_arch
 from lean_arch.memory import apply_checkpointing
 from lean_arch.models.lean_longformer import LeanLongformer
+from tests.models.sequences import BAD_BATCHES, BAD_CLASSES, BAD_SIZES, long
 from tests.ruler import peak_bytes
 
 IGNORED = -100
@@ -254,14 +255,16 @@ def test_a_layer_keeps_its_activations_once():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"depth": 0}, "depth 0 is too small"),
-        ({"seq_len": 0}, "seq_len 0 is too small"),
-        ({"num_classes": -1}, "num_classes -1 is too small"),
-        ({"global_tokens": -1}, "global_tokens -1 is too small"),
-        ({"num_heads": 5}, "dim 32 is not a multiple of num_heads 5"),
+        *BAD_SIZES,
+        ({"num_classes": -1}, "num_classes -1 must be a whole number, 0 or more"),
+        ({"global_tokens": -1}, "global_tokens -1 must be a whole number, 0 or more"),
         ({"window": [4, 4, 4]}, "has 3 numbers for depth 2"),
-        ({"window": -1}, "window -1 must be 0 or more"),
-        ({"vocab_size": 200}, "pad_id 256 is no token of vocab_size 200"),
+        ({"window": -1}, "window -1 must be a whole number, 0 or more"),
+        ({"window": (4, 2.5)}, "window 2.5 must be a whole number, 0 or more"),
+        ({"vocab_size": 200, "pad_id": 256}, "pad_id 256 is no token of vocab_size 200; 0 to 199 are"),
+        ({"eps": -1}, "eps -1 must be a number above 0"),
+        ({"chunks": 2.5}, "chunks 2.5 must be a whole number"),
+        ({"attn_drop_rate": -0.1}, "attn_drop_rate -0.1 must be a share"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(options, words):
@@ -272,12 +275,32 @@ def test_sizes_that_cannot_be_are_refused(options, words):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((torch.zeros(1, 65, dtype=torch.int64),), r"tokens are 65 long, .* 1 to 64 \(seq_len\)"),
-        ((torch.zeros(4, dtype=torch.int64),), r"tokens must be integers \(B, N\)"),
-        ((torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, 5)), r"attention_mask is \(1, 5\), but tokens"),
-        ((torch.zeros(1, 4, dtype=torch.int64), None, torch.ones(4)), r"global_attention_mask is \(4,\), but tokens"),
+        ((long(1, 65),), r"tokens are 65 long, .* 1 to 64 \(seq_len\)"),
+        ((long(1, 4), torch.ones(1, 5)), r"attention_mask is \(1, 5\), but tokens"),
+        ((long(1, 4), None, torch.ones(4)), r"global_attention_mask is \(4,\), but tokens"),
     ],
 )
-def test_input_that_does_not_fit_is_refused(arguments, words):
+def test_lengths_and_masks_that_do_not_fit_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         build()(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("classes", "tokens", "targets", "words"),
+    [*((0, *bad) for bad in BAD_BATCHES), *((3, *bad) for bad in BAD_CLASSES)],
+)
+def test_input_that_does_not_fit_is_refused(classes, tokens, targets, words):
+    with pytest.raises(ValueError, match=words):
+        build(num_classes=classes)(tokens, targets=targets)
+
+
+def test_a_vocabulary_that_ends_before_the_padding_has_none():
+    model = build(vocab_size=100).double()
+    want = build(vocab_size=101, pad_id=100).double()  # which has it, but unused
+    want.load_state_dict(model.state_dict() | {name: want.state_dict()[name] for name in ("embed.weight", "bias")})
+    with torch.no_grad():
+        want.embed.weight[:100], want.bias[:100] = model.embed.weight, model.bias
+    tokens = torch.randint(100, (2, 30))
+    torch.testing.assert_close(model(tokens), want(tokens)[..., :100])
+    with pytest.raises(ValueError, match="pad_id None"):
+        model.load_huggingface({})

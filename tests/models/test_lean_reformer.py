@@ -1,10 +1,7 @@
 """lean_reformer: reversible to the bit with its hashing, memory flat in depth and linear in length, axial positions."""
 
-import copy
-
 import pytest
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 
 import lean_arch
@@ -14,37 +11,25 @@ from lean_arch.ops.attention import lsh
 from lean_arch.registry import SEQUENCE_MODELS
 from lean_arch.training.config import TrainConfig
 from lean_arch.training.loop import train
+from tests.models.sequences import (
+    BAD_BATCHES,
+    BAD_SIZES,
+    assert_float64_logits_agree,
+    assert_reversible_equals_stored,
+    draw_tokens,
+    of_trained_size,
+)
 from tests.ruler import peak_bytes
-
-IGNORED = -100
 
 
 def build(**options):
     torch.manual_seed(0)
     sizes = {"seq_len": 64, "dim": 32, "depth": 3, "window": 5, "bucket_size": 8, "num_heads": 2}
-    model = lean_arch.create_model("lean_reformer", **sizes | options)
-    for parameter in model.parameters():  # of a trained size, or attention would hardly matter
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.15)
-    return model
+    return of_trained_size(lean_arch.create_model("lean_reformer", **sizes | options))
 
 
 def tokens(batch=4, length=50, seed=1):
-    return torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def with_gaps(targets):
-    return targets.masked_fill(torch.rand(targets.shape, generator=torch.Generator().manual_seed(3)) < 0.4, IGNORED)
-
-
-def gradients(model, reversible, autocast=False, batch=4):
-    model.set_reversible(reversible)
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(2)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = model(tokens(batch), targets=with_gaps(tokens(batch, seed=2)))
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+    return draw_tokens(batch, length, seed)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -52,28 +37,13 @@ def gradients(model, reversible, autocast=False, batch=4):
     ("options", "batch"), [({}, 4), ({"drop_rate": 0.2}, 5), ({"tied": False, "mlp_chunks": 3}, 2), ({"depth": 10}, 1)]
 )
 def test_gradients_equal_stored_ones_bit_for_bit(options, batch, autocast):
-    model = build(**options)
-    lean, stored = (gradients(model, r, autocast, batch) for r in (True, False))
-    assert torch.equal(lean[0], stored[0])
-    for name, grad in stored[1].items():
-        assert grad is not None, name
-        assert torch.equal(lean[1][name], grad), name
+    assert_reversible_equals_stored(build(**options), tokens(batch), autocast=autocast)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_loss_and_gradients_match_float64_logits(tied):
     """In one chunk, where rounding cannot move a token to another bucket."""
-    model = build(tied=tied, bucket_size=25)
-    loss, grads = gradients(model, True)
-    exact = copy.deepcopy(model).double()
-    exact.zero_grad()
-    logits = exact(tokens()).flatten(0, 1)
-    want = F.cross_entropy(logits, with_gaps(tokens(seed=2)).flatten(), reduction="sum")
-    want.backward()
-    torch.testing.assert_close(loss.double(), want.detach(), rtol=1e-5, atol=0)
-    for name, parameter in exact.named_parameters():
-        error = (grads[name].double() - parameter.grad).norm() / parameter.grad.norm()
-        assert error < 1e-4, f"{name}: {error:.1e}"
+    assert_float64_logits_agree(build(tied=tied, bucket_size=25), tokens())
 
 
 def changed(x, at):
@@ -189,19 +159,25 @@ def test_what_is_longer_than_the_positions_is_refused():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"depth": 0}, "depth 0 is too small"),
-        ({"window": 0}, "window 0 is too small"),
-        ({"seq_len": 0}, "seq_len 0 is too small"),
+        *BAD_SIZES,
+        ({"window": 0}, "window 0 must be a whole number, 1 or more"),
         ({"axial_shape": (4, 8)}, r"axial_shape \(4, 8\) reaches 32 tokens, seq_len is 64"),
-        ({"axial_shape": (0, 8)}, r"axial_shape \(0, 8\)"),
+        ({"axial_shape": (0, 8)}, "axial_shape 0 must be a whole number, 1 or more"),
+        ({"axial_shape": 64}, r"axial_shape 64 must be two numbers, \(rows, columns\)"),
+        ({"axial_shape": (4, 4, 4)}, r"axial_shape \(4, 4, 4\) must be two numbers"),
         ({"n_hashes": 0}, "n_hashes 0"),
-        ({"mlp_chunks": 0}, "chunks 0"),
-        ({"num_heads": 3}, "dim 32 is not a multiple of num_heads 3"),
+        ({"mlp_chunks": 0}, "mlp_chunks 0"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
         build(**options)
+
+
+@pytest.mark.parametrize(("tokens", "targets", "words"), BAD_BATCHES)
+def test_input_that_does_not_fit_is_refused(tokens, targets, words):
+    with pytest.raises(ValueError, match=words):
+        build()(tokens, targets)
 
 
 def test_a_resumed_run_is_the_same_to_the_bit(tmp_path, monkeypatch):
