@@ -38,6 +38,7 @@ class Data:
     img_size: int
 
     unit = "images"
+    digest = None  # images are not read before their turn
 
     @property
     def size(self) -> str:

@@ -8,6 +8,7 @@ import dataclasses
 import math
 import pathlib
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 
@@ -42,7 +43,7 @@ def train(config: TrainConfig, console: Console | None = None) -> dict:
     report.say_recipe(console, recipe, folder)
     run = Run(recipe, folder, console)
     if found:
-        run.resume(found[-1])
+        run.resume(found)
     elif config.resume:
         console.print(f"--resume: {folder} holds no checkpoint, so the run starts anew")
     return run.carry_out()
@@ -80,7 +81,19 @@ class Run:
         """Which steps of this process, counted from 0, run under the profiler: the first, and a steady one."""
         return 0, min(STEADY, self.last - self.first) - 1
 
-    def resume(self, checkpoint: pathlib.Path) -> None:
+    def resume(self, found: list[pathlib.Path]) -> None:
+        """Puts back the newest of the checkpoints `found`, oldest first, that can be read."""
+        *older, checkpoint = found
+        try:
+            self._put_back(checkpoint)
+        except state.Damaged as error:
+            if not older:
+                raise InputError(f"{error}, and there is none before it; start anew in another folder") from error
+            if self.accelerator.is_main_process:
+                print(f"{error}; it goes on from {older[-1].name}, the one before", file=sys.stderr)
+            self.resume(older)
+
+    def _put_back(self, checkpoint: pathlib.Path) -> None:
         facts = state.read_facts(checkpoint)
         with state.refusing_damage(checkpoint):
             was, done = {name: facts["config"][name] for name in CURVE}, int(facts["step"])
@@ -90,8 +103,11 @@ class Run:
                 raise InputError(
                     f"{name} {now} cannot go on with the run in {self.folder}, which has {then}; give {then}"
                 )
-        self._say_what_rounds_otherwise(facts.get("rounding", {}))
+        if facts.get("digest") not in (None, self.recipe.data.digest):
+            data = f"data {self.config.data!r}"
+            raise InputError(f"{data} holds another text than when {checkpoint} was written; put that one back")
         state.load_checkpoint(checkpoint, facts, self.raw_model, self.optimizer, self.accelerator)
+        self._say_what_rounds_otherwise(facts.get("rounding", {}))
         self.step = self.first = done
         self.console.print(f"going on after step {self.step} of {self.total}")
 
@@ -199,7 +215,7 @@ class Run:
 
     def save(self) -> None:
         rounding = {name: getattr(self.recipe, name) for name in ("micro_batch_size", "checkpoint")}
-        facts = {"config": dataclasses.asdict(self.config), "rounding": rounding}
+        facts = {"config": dataclasses.asdict(self.config), "rounding": rounding, "digest": self.recipe.data.digest}
         state.save_checkpoint(self.folder, self.step, self.raw_model, self.optimizer, self.accelerator, facts)
 
     def finish(self) -> dict:

@@ -22,6 +22,11 @@ def say_recipe(console: Console, recipe, folder: pathlib.Path | None) -> None:
         f"on {recipe.accelerator.device.type}, checkpointing {recipe.checkpoint}",
         soft_wrap=True,
     )
+    if config.val_windows and len(data.val) < config.val_windows:
+        console.print(
+            f"val_windows {config.val_windows} is more than the text holds: validation takes all its {len(data.val)}",
+            soft_wrap=True,
+        )
     where = f", to {folder}" if folder else ""
     console.print(f"predicted peak {format_bytes(recipe.predicted.peak_bytes)}{where}", soft_wrap=True)
 

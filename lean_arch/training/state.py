@@ -26,6 +26,10 @@ from lean_arch.training.config import InputError
 KEPT = 2  # checkpoints
 
 
+class Damaged(InputError):
+    """A checkpoint that cannot be read."""
+
+
 @contextlib.contextmanager
 def whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
     """Gives a file to write that then becomes `path`: a crash leaves the old file or the new one, never a part."""
@@ -162,20 +166,18 @@ def save_checkpoint(
 
 
 def read_facts(checkpoint: pathlib.Path) -> dict:
-    """What `save_checkpoint` put into state.json. Raises InputError when it cannot be read."""
+    """What `save_checkpoint` put into state.json. Raises Damaged when it cannot be read."""
     with refusing_damage(checkpoint):
         return read_json(checkpoint / "state.json")
 
 
 @contextlib.contextmanager
 def refusing_damage(checkpoint: pathlib.Path) -> Iterator[None]:
-    """Within, whatever a file of `checkpoint` fails with ends in an InputError that names the folder."""
+    """Within, whatever a file of `checkpoint` fails with ends in a Damaged that names the folder."""
     try:
         yield
     except (OSError, ValueError, KeyError, IndexError, TypeError, RuntimeError, safetensors.SafetensorError) as error:
-        raise InputError(
-            f"resume cannot read {checkpoint}; without that folder it goes on from the one before"
-        ) from error
+        raise Damaged(f"resume cannot read {checkpoint}, which is damaged or of another model") from error
 
 
 def load_checkpoint(
@@ -183,13 +185,14 @@ def load_checkpoint(
 ) -> None:
     """Puts everything back as it was when `checkpoint` was written, in place. `state` is its `read_facts`.
 
-    Raises InputError when a file is damaged or not of this run's model.
+    Raises Damaged when a file is, or is not of this run's model.
     """
     with refusing_damage(checkpoint):
-        model.load_state_dict(safetensors.torch.load_file(checkpoint / "model.safetensors"))
+        weights = safetensors.torch.load_file(checkpoint / "model.safetensors")
         with safetensors.safe_open(checkpoint / "optimizer.safetensors", "pt") as file:
             devices = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        model.load_state_dict(weights)
         join_optimizer(optimizer, tensors, devices, state["optimizer"])
         if accelerator.scaler:
             accelerator.scaler.load_state_dict(state["scaler"])

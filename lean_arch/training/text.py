@@ -6,6 +6,8 @@ the seed, and no window crosses from one part to the other. A dataset here maps 
 """
 
 import dataclasses
+import functools
+import hashlib
 import os
 import pathlib
 import sysconfig
@@ -21,6 +23,7 @@ from lean_arch.training.config import InputError, TrainConfig
 
 BLOCK = 2**17  # bytes
 PARTS = 10  # blocks of which the last is for validation
+PIECE, PIECES = 2**16, 2**12  # bytes, and most of those that a text's digest is of
 HIDDEN = 0.15  # share of the bytes that a masked model has to find (Devlin et al. 2018, arXiv 1810.04805, section 3.1)
 
 
@@ -44,6 +47,16 @@ class Text:
             pieces.append(np.asarray(file[start - begin : min(stop, end) - begin]))
             start, number = end, number + 1
         return np.concatenate(pieces)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A hash of the length and the bytes: of all up to 256 MiB, of as many spread evenly over a longer text."""
+        length = len(self)
+        found = hashlib.blake2b(length.to_bytes(8), digest_size=16)
+        count = min(-(-length // PIECE), PIECES)
+        for start in (number * length // count for number in range(count)):
+            found.update(self.read(start, min(start + PIECE, length)))
+        return found.hexdigest()
 
 
 class Windows(Dataset):
@@ -115,11 +128,15 @@ def hide(window: np.ndarray, draw: np.random.Generator) -> tuple[np.ndarray, np.
 class TextData:
     """Two datasets of windows, and what the loop must know of them; in the words of `lean_arch.training.data.Data`."""
 
-    train: Dataset
-    val: Dataset
+    train: Windows
+    val: Windows
     seq_len: int
 
     unit = "sequences"
+
+    @property
+    def digest(self) -> str:
+        return self.train.text.digest
 
     @property
     def size(self) -> str:

@@ -89,6 +89,27 @@ def test_resuming_repeats_what_came_after_the_checkpoint(tmp_path):
     assert losses(tmp_path / "straight") == losses(tmp_path / "parts")
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path, capsys, name):
+    run(tmp_path / "straight", max_steps=6, drop_rate=0.1)
+    run(tmp_path / "parts", max_steps=6, drop_rate=0.1, checkpoint_every=2, stop_after=4)
+    for step, last in ((4, False), (2, True)):
+        file = tmp_path / "parts" / "checkpoints" / f"step_00000{step}" / name
+        content = file.read_bytes()
+        file.write_bytes(content[:-9])
+        if last:
+            with pytest.raises(InputError, match=r"cannot read .*step_000002.* there is none before it"):
+                run(tmp_path / "parts", max_steps=6, drop_rate=0.1, resume=True)
+            file.write_bytes(content)
+    capsys.readouterr()
+    run(tmp_path / "parts", max_steps=6, drop_rate=0.1, resume=True)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "step_000004" in said
+    assert said.endswith("goes on from step_000002, the one before\n")
+    assert losses(tmp_path / "straight") == losses(tmp_path / "parts")
+
+
 @pytest.mark.parametrize("change", [{"seed": 1}, {"batch_size": 8}, {"arch": "test_resnet"}, {"max_steps": 9}])
 def test_resuming_with_another_recipe_is_refused(tmp_path, change):
     run(tmp_path, stop_after=1)

@@ -109,6 +109,25 @@ def test_resuming_goes_on_to_the_bit(tmp_path, text, arch):
     assert all(torch.equal(straight[name], parts[name]) for name in straight)
 
 
+def test_resuming_with_another_text_of_the_same_length_is_refused(tmp_path, text):
+    run(tmp_path / "run", data=text, stop_after=2)
+    before = (tmp_path / "run" / "metrics.csv").read_text()
+    (tmp_path / "text" / "a.txt").write_bytes(SENTENCE * 299 + SENTENCE.upper())
+    with pytest.raises(InputError, match=r"holds another text than when .*step_000002 was written; put that one back"):
+        run(tmp_path / "run", data=text, resume=True)
+    assert (tmp_path / "run" / "metrics.csv").read_text() == before
+    (tmp_path / "text" / "a.txt").write_bytes(SENTENCE * 300)
+    assert run(tmp_path / "run", data=text, resume=True)["steps"] == 4
+
+
+@pytest.mark.parametrize(("asked", "said"), [(10**6, True), (9, False)])
+def test_fewer_windows_to_validate_on_than_asked_for_are_said(tmp_path, text, capsys, asked, said):
+    config = TrainConfig(arch="tiny_causal", data=text, max_steps=1, val_windows=asked, output=str(tmp_path / "run"))
+    train(config, Console(width=300))
+    words = "val_windows 1000000 is more than the text holds: validation takes all its 56"
+    assert (words in capsys.readouterr().out) == said
+
+
 def test_validation_and_checkpoints_come_between(tmp_path, text):
     run(tmp_path / "run", data=text, max_steps=5, validate_every=2)
     names = sorted(folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir())

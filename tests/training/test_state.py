@@ -138,7 +138,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path, name, damage):
     file = checkpoint / name
     content = {"missing": None, "short": file.read_bytes()[:-9], "foreign": b"{}"}[damage]
     file.unlink() if content is None else file.write_bytes(content)
-    with pytest.raises(InputError, match="step_000004; without that folder it goes on from the one before"):
+    with pytest.raises(state.Damaged, match=r"resume cannot read .*step_000004"):
         state.load_checkpoint(checkpoint, state.read_facts(checkpoint), model, optimizer, accelerator)
 
 

@@ -139,6 +139,23 @@ def test_validation_windows_are_spread_and_bounded(tmp_path):
     assert len(Windows(text, 100, "causal", 0, False, most=10**9)) == len(every)
 
 
+@pytest.mark.parametrize("pieces", [1, 3, 100])
+def test_a_digest_tells_texts_apart(tmp_path, monkeypatch, pieces):
+    """All of up to 100 pieces of 7 bytes; of more text the pieces that it looks at."""
+    monkeypatch.setattr(rooms, "PIECE", 7)
+    monkeypatch.setattr(rooms, "PIECES", pieces)
+    content = letters(tmp_path / "a" / "whole", 400).read_bytes()
+    for name, part in (("one", content[:123]), ("two", content[123:])):
+        (tmp_path / name).write_bytes(part)
+    digest = Text([tmp_path / "a" / "whole"]).digest
+    assert digest == Text([tmp_path / "one", tmp_path / "two"]).digest
+    assert digest != Text([tmp_path / "one"]).digest
+    for at in range(400):
+        (tmp_path / "other").write_bytes(content[:at] + b"?" + content[at + 1 :])
+        seen = pieces == 100 or any(at in range(n * 400 // pieces, n * 400 // pieces + 7) for n in range(pieces))
+        assert (Text([tmp_path / "other"]).digest != digest) == seen
+
+
 def test_the_standard_library_is_the_default():
     files = standard_library()
     assert files == sorted(files)
