@@ -125,7 +125,8 @@ class LeanBigBird(ReversibleModel):
         x = embedded(self.embed, tokens)
         if key_lengths is None:
             return self._through(self.blocks, x)
-        if key_lengths.shape != tokens.shape[:1] or key_lengths.is_floating_point():
+        fits = isinstance(key_lengths, Tensor) and key_lengths.shape == tokens.shape[:1]
+        if not fits or key_lengths.is_floating_point():
             raise ValueError(f"key_lengths must be integers ({len(tokens)},), got {kind_of(key_lengths)}")
         chunks = max(min(self.blocks.chunks, x.numel() // self.blocks.least_chunk), 1)
         parts = zip(x.chunk(chunks), key_lengths.chunk(chunks), strict=True)

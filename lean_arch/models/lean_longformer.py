@@ -28,6 +28,7 @@ from lean_arch.models.lean_sequence import (
     check_batch,
     class_loss,
     embedded,
+    kind_of,
     middle_size,
     token_loss,
 )
@@ -269,8 +270,8 @@ class LeanLongformer(nn.Module):
         if length > self.seq_len:
             raise ValueError(f"tokens are {length} long, but there are positions for 1 to {self.seq_len} (seq_len)")
         for name, mask in (("attention_mask", attention_mask), ("global_attention_mask", global_attention_mask)):
-            if mask is not None and mask.shape != tokens.shape:
-                raise ValueError(f"{name} is {tuple(mask.shape)}, but tokens are {tuple(tokens.shape)}")
+            if mask is not None and not (isinstance(mask, Tensor) and mask.shape == tokens.shape):
+                raise ValueError(f"{name} must be a tensor {tuple(tokens.shape)} as tokens, got {kind_of(mask)}")
         seen = None if attention_mask is None else attention_mask != 0
         if global_attention_mask is None:
             most = min(self.global_tokens, length)

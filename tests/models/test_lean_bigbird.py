@@ -143,6 +143,7 @@ def test_sizes_that_cannot_be_are_refused(options, words):
     ("arguments", "words"),
     [
         ((long(2, 4), torch.tensor([4])), r"key_lengths must be integers \(2,\)"),
+        ((long(2, 4), [4, 4]), "key_lengths .* got list"),
         ((long(2, 4), torch.ones(2)), r"key_lengths .* got torch.float32"),
     ],
 )

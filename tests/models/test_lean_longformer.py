@@ -276,8 +276,9 @@ def test_sizes_that_cannot_be_are_refused(options, words):
     ("arguments", "words"),
     [
         ((long(1, 65),), r"tokens are 65 long, .* 1 to 64 \(seq_len\)"),
-        ((long(1, 4), torch.ones(1, 5)), r"attention_mask is \(1, 5\), but tokens"),
-        ((long(1, 4), None, torch.ones(4)), r"global_attention_mask is \(4,\), but tokens"),
+        ((long(1, 4), torch.ones(1, 5)), r"^attention_mask must be a tensor \(1, 4\) as tokens, got .* \(1, 5\)"),
+        ((long(1, 4), [1]), "^attention_mask must be a tensor .* got list"),
+        ((long(1, 4), None, torch.ones(4)), r"^global_attention_mask must be a tensor \(1, 4\) .* \(4,\)"),
     ],
 )
 def test_lengths_and_masks_that_do_not_fit_are_refused(arguments, words):
