@@ -10,8 +10,9 @@ from collections.abc import Callable
 import torch
 
 from lean_arch.memory.allocator import mark, recording
-from lean_arch.ops.attention import portable
-from lean_arch.ops.attention.op import sparse_attention  # noqa: F401 (makes the operator)
+from lean_arch.ops import linear_cross_entropy, lsh_attention, sparse_attention  # noqa: F401 (make the operators)
+from lean_arch.ops.attention import lsh, portable
+from lean_arch.ops.linear_cross_entropy import portable as cross_entropy
 from lean_arch.ops.patterns import parse
 
 aten, ours = torch.ops.aten, torch.ops.lean_arch
@@ -101,6 +102,26 @@ def _sparse_attention_backward(grad_out, grad_lse, q, k, *others, out) -> int:
     return row_sums + portable.scratch_bytes(q, k, parse(others[-4]), backward=True) if others[-1] == "torch" else 0
 
 
+def _lsh_attention(qk, v, *others, out) -> int:
+    *problem, backend = others
+    return lsh.forward_scratch(qk, *problem) if backend == "torch" else 0
+
+
+def _lsh_attention_backward(grad_out, qk, v, result, lse, order, *others, out) -> int:
+    *problem, backend = others
+    return lsh.backward_scratch(qk, order.shape[2], *problem) if backend == "torch" else 0
+
+
+def _cross_entropy(x, weight, *others, out) -> int:
+    *_, dtype, backend = others
+    return cross_entropy.scratch_bytes(x, weight, dtype) if backend == "torch" else 0
+
+
+def _cross_entropy_backward(grad, lse, x, weight, *others, out) -> int:
+    *_, dtype, backend, needs = others
+    return cross_entropy.scratch_bytes(x, weight, dtype, needs) if backend == "torch" else 0
+
+
 RULES: dict[object, Callable[..., int]] = {
     aten.native_layer_norm: _layer_norm,
     aten.native_layer_norm_backward: _layer_norm_backward,
@@ -112,6 +133,10 @@ RULES: dict[object, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     ours.sparse_attention: _sparse_attention,
     ours.sparse_attention_backward: _sparse_attention_backward,
+    ours.lsh_attention: _lsh_attention,
+    ours.lsh_attention_backward: _lsh_attention_backward,
+    ours.linear_cross_entropy: _cross_entropy,
+    ours.linear_cross_entropy_backward: _cross_entropy_backward,
 }
 
 # operator -> its arguments whose first dimension is the batch

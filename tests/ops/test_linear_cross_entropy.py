@@ -199,6 +199,27 @@ def test_no_logits_in_memory(dtype, monkeypatch):
     assert max(extra) <= 4 * portable.ROWS * portable.COLUMNS + 2**20, extra
 
 
+@pytest.mark.parametrize("needs", [[True, True, True], [True, False, False], [False, True, False]])
+@pytest.mark.parametrize(
+    ("shape", "types"),
+    [((1000, 96, 5003), "fff"), ((6000, 16, 300), "bbf"), ((1000, 96, 5003), "bff"), ((300, 32, 700), "hhh")],
+)
+def test_scratch_is_known(shape, types, needs, monkeypatch):
+    """What the planner adds for the operator's own temporaries: x, weight and products of these types."""
+    monkeypatch.undo()  # tiles as they are
+    tokens, size, classes = shape
+    of_x, of_weight, dtype = ({"f": torch.float32, "b": torch.bfloat16, "h": torch.float16}[one] for one in types)
+    tensors = [torch.randn(tokens, size).to(of_x), torch.randn(classes, size).to(of_weight), torch.randn(classes)]
+    options = torch.randint(classes, (tokens,)), -100, 0.1, dtype, "torch"
+    ours = torch.ops.lean_arch
+    losses, lse = ours.linear_cross_entropy(*tensors, *options)
+    took = peak_bytes(lambda: ours.linear_cross_entropy(*tensors, *options)) - losses.nbytes - lse.nbytes
+    assert 0.98 * took < portable.scratch_bytes(*tensors[:2], dtype) < 1.05 * took
+    took = peak_bytes(lambda: ours.linear_cross_entropy_backward(losses, lse, *tensors, *options, needs))
+    took -= sum(t.nbytes for t, need in zip(tensors, needs) if need)
+    assert 0.98 * took < portable.scratch_bytes(*tensors[:2], dtype, needs) < 1.05 * took
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -23,7 +23,8 @@ import math
 import torch
 from torch import Tensor
 
-from lean_arch.ops.attention.op import DTYPES, HEAD_SIZES, _backend, _integers, row_products
+from lean_arch.ops.attention import lsh_portable
+from lean_arch.ops.attention.op import DTYPES, HEAD_SIZES, _backend, _integers, products_bytes, row_products
 from lean_arch.ops.attention.problem import arithmetic
 from lean_arch.ops.derivatives import refuse_other_derivatives
 
@@ -98,15 +99,19 @@ def bucket_sets(length: int, bucket_size: int) -> tuple[int, ...]:
     return first, 2 * (number // (2 * first))
 
 
+def at_once(qk: Tensor, numbers: int) -> tuple[int, int]:
+    """(heads, tokens of each) that are hashed together; `numbers` come of a token."""
+    most, length = AT_ONCE.get(qk.device.type, AT_ONCE["cuda"]), qk.shape[2]
+    return max(most // max(length * numbers, 1), 1), max(most // max(numbers, 1), 1)
+
+
 def sort_tokens(qk: Tensor, rotations: Tensor, key_lengths: Tensor | None, sets: tuple[int, ...]) -> Tensor:
     """The order (B, H, R, N) int32: by bucket, then position; tokens beyond the key lengths come last."""
     batch, heads, length, _ = qk.shape
     rounds = rotations.shape[2]
     order = qk.new_empty(batch, heads, rounds, length, dtype=torch.int32)
     rotations = rotations.to(arithmetic(qk.dtype)).flatten(2)
-    most = AT_ONCE.get(qk.device.type, AT_ONCE["cuda"])
-    heads_at_once = max(most // max(length * rotations.shape[2], 1), 1)
-    rows = max(most // max(rotations.shape[2], 1), 1)
+    heads_at_once, rows = at_once(qk, rotations.shape[2])
     for b in range(batch):
         for start in range(0, heads, heads_at_once):
             some = slice(start, start + heads_at_once)
@@ -116,6 +121,7 @@ def sort_tokens(qk: Tensor, rotations: Tensor, key_lengths: Tensor | None, sets:
                 beyond = torch.arange(length, device=qk.device) >= key_lengths[b]
                 buckets.masked_fill_(beyond, math.prod(sets))
             order[b, some] = buckets.sort(stable=True).indices.int()
+            del buckets  # before the next are found
     return order
 
 
@@ -128,6 +134,38 @@ def _buckets(rotated: Tensor, rounds: int, sets: tuple[int, ...]) -> Tensor:
         opposite = (x.gather(-1, place) < 0) * (number // 2)
         buckets = buckets * number + (place + opposite).squeeze(-1)
     return buckets.transpose(1, 2)
+
+
+def forward_scratch(qk: Tensor, rotations: Tensor, key_lengths: Tensor | None, bucket_size: int, causal: bool) -> int:
+    """Bytes that the operator takes beside its results, by backend "torch"."""
+    chunk, results = chunk_size(qk.shape[2], bucket_size), qk.numel() * qk.element_size() + _row_bytes(qk)
+    own = lsh_portable.scratch_bytes(qk, rotations.shape[2], key_lengths, chunk, causal, backward=False)
+    return max(own, _sort_bytes(qk, rotations) - results)
+
+
+def backward_scratch(qk: Tensor, rounds: int, key_lengths: Tensor | None, bucket_size: int, causal: bool) -> int:
+    """Bytes that the operator's backward takes beside its results, by backend "torch"."""
+    chunk, results = chunk_size(qk.shape[2], bucket_size), 2 * qk.numel() * qk.element_size()
+    own = lsh_portable.scratch_bytes(qk, rounds, key_lengths, chunk, causal, backward=True)
+    return max(_row_bytes(qk) + own, products_bytes(qk) - results)
+
+
+def _row_bytes(qk: Tensor) -> int:
+    """Of a number for each row."""
+    return qk.shape[:3].numel() * arithmetic(qk.dtype).itemsize
+
+
+def _sort_bytes(qk: Tensor, rotations: Tensor) -> int:
+    """What `sort_tokens` takes beside its result."""
+    _, heads, length, size = qk.shape
+    rounds, numbers = rotations.shape[2], rotations[0, 0].numel()
+    some, rows = at_once(qk, numbers)
+    some, rows, dtype = min(some, heads), min(rows, length), arithmetic(qk.dtype)
+    rotated, part, whole = dtype.itemsize * some * rows * numbers, some * rows * rounds, some * length * rounds
+    turned = rotations.numel() * dtype.itemsize if rotations.dtype != dtype else 0
+    widened = dtype.itemsize * some * rows * size if qk.dtype != dtype else 0
+    hashing = 8 * (whole - part) + rotated + max(widened, rotated + 12 * part, 48 * part)
+    return turned + max(hashing, 28 * whole)
 
 
 def _check(qk, v, n_hashes, bucket_size):

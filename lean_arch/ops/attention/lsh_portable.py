@@ -28,34 +28,39 @@ SCORES = {"cpu": 2**21, "cuda": 2**26}  # held at a time: fewer take more calls,
 def forward(
     qk: Tensor, v: Tensor, order: Tensor, key_lengths: Tensor | None, bucket_size: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """(out in qk's dtype, lse in float32 or float64: -inf where a token sees no other, and its out is its own value).
-
-    The softmax is kept up over groups and rounds (Milakov & Gimelshein 2018, arXiv 1805.02867).
-    """
-    dtype = arithmetic(qk.dtype)
-    out, lse = torch.empty_like(qk), qk.new_empty(qk.shape[:3], dtype=dtype)
-    tokens, values = Rows(qk), Rows(v)
+    """(out in qk's dtype, lse in float32 or float64: -inf where a token sees no other, whose out is its own value)."""
+    out, lse = torch.empty_like(qk), qk.new_empty(qk.shape[:3], dtype=arithmetic(qk.dtype))
     for block in blocks(order, key_lengths, bucket_size):
-        x_at, v_at = tokens.numbers(block), values.numbers(block)
-        sums = qk.new_zeros(block.rows + 1, qk.shape[3], dtype=dtype)
-        total = qk.new_zeros(block.rows + 1, dtype=dtype)
-        top = torch.full_like(total, torch.finfo(dtype).min)
-        for group in block.groups():
-            x = tokens.take(x_at[group.rows], dtype)
-            scores = group.scores(x, normalized(x)[0], causal)
-            before, at = top[group.own], group.own
-            top[at] = level = torch.maximum(scores.amax(-1).flatten(), before)
-            weights = scores.sub_(level.view(*scores.shape[:2], 1)).exp_()
-            shrink = before.sub_(level).exp_()
-            total[at] = total[at].mul_(shrink).add_(weights.sum(-1).flatten())
-            seen = torch.bmm(weights, group.windows(values.take(v_at[group.rows], dtype)))
-            sums[at] = seen.flatten(0, 1).addcmul_(sums.index_select(0, at), shrink[:, None])
-        lses = (total.log() + top)[:-1].view(block.heads, -1)
-        sums.div_(total.masked_fill_(total == 0, 1.0)[:, None])
-        for i, (b, h) in enumerate(block.places):
-            lse[b, h] = lses[i]
-            out[b, h] = torch.where(block.alone(i, lses[i])[:, None], v[b, h], block.of(sums, i))
+        attend(block, qk, v, out, lse, causal)
     return out, lse
+
+
+def attend(block: "Block", qk: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> None:
+    """Writes out and lse of one block. The softmax is kept up over groups and rounds (Milakov & Gimelshein 2018,
+    arXiv 1805.02867)."""
+    tokens, values, dtype = Rows(qk), Rows(v), lse.dtype
+    x_at, v_at = tokens.numbers(block), values.numbers(block)
+    sums = qk.new_zeros(block.rows + 1, qk.shape[3], dtype=dtype)
+    total = qk.new_zeros(block.rows + 1, dtype=dtype)
+    top = torch.full_like(total, torch.finfo(dtype).min)
+    for group in block.groups():
+        x = tokens.take(x_at[group.rows], dtype)
+        weights = group.scores(x, normalized(x)[0], causal)
+        del x
+        before, at = top[group.own], group.own
+        top[at] = level = torch.maximum(weights.amax(-1).flatten(), before)
+        weights.sub_(level.view(*weights.shape[:2], 1)).exp_()
+        shrink = before.sub_(level).exp_()
+        total[at] = total[at].mul_(shrink).add_(weights.sum(-1).flatten())
+        seen = torch.bmm(weights, group.windows(values.take(v_at[group.rows], dtype)))
+        del weights
+        sums[at] = seen.flatten(0, 1).addcmul_(sums.index_select(0, at), shrink[:, None])
+        del group, at, seen
+    lses = (total.log() + top)[:-1].view(block.heads, -1)
+    sums.div_(total.masked_fill_(total == 0, 1.0)[:, None])
+    for i, (b, h) in enumerate(block.places):
+        lse[b, h] = lses[i]
+        out[b, h] = torch.where(block.alone(i, lses[i])[:, None], v[b, h], block.of(sums, i))
 
 
 def backward(
@@ -70,34 +75,51 @@ def backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """(dqk, dv), from delta (B, H, N) = sum(grad_out * out, -1)."""
-    dtype = lse.dtype
-    grad_qk, grad_v = torch.empty_like(qk), torch.empty_like(v)
-    tokens, values, grads = Rows(qk), Rows(v), Rows(grad_out)
+    results = torch.empty_like(qk), torch.empty_like(v)
     for block in blocks(order, key_lengths, bucket_size):
-        x_at, v_at, g_at = tokens.numbers(block), values.numbers(block), grads.numbers(block)
-        debts = pad(torch.stack([delta[b, h] for b, h in block.places]).flatten(), (0, 1))
-        lses = torch.stack([lse[b, h] for b, h in block.places])
-        levels = pad(lses.masked_fill(lses == -math.inf, math.inf).flatten(), (0, 1), value=math.inf)
-        sums_qk = qk.new_zeros(block.rows + 1, qk.shape[3], dtype=dtype)
-        sums_v = torch.zeros_like(sums_qk)
-        for group in block.groups():
-            x = tokens.take(x_at[group.rows], dtype)
-            k, shrink = normalized(x)
-            weights = group.scores(x, k, causal, levels[group.own]).exp_()
-            g = group.chunks(grads.take(g_at[group.own], dtype))
-            seen = group.windows(values.take(v_at[group.rows], dtype))
-            slopes = torch.baddbmm(group.chunks(debts[group.own, None]), g, seen.mT, beta=-1).mul_(weights)
-            add_rows(sums_v, group.rows, group.fold(weights, g))
-            scale = 1 / math.sqrt(x.shape[1])
-            grad = group.fold(slopes, group.chunks(group.last(x)), scale)
-            grad.addcmul_(k, (grad * k).sum(-1, keepdim=True), value=-1).mul_(shrink)
-            group.chunks(group.last(grad)).baddbmm_(slopes, group.windows(k), alpha=scale)
-            add_rows(sums_qk, group.rows, grad)
-        for i, (b, h) in enumerate(block.places):
-            grad_qk[b, h] = block.of(sums_qk, i)
-            alone = block.alone(i, lses[i])[:, None]
-            grad_v[b, h] = block.of(sums_v, i).add_(grad_out[b, h].where(alone, 0.0))
-    return grad_qk, grad_v
+        differentiate(block, grad_out, delta, qk, v, lse, *results, causal)
+    return results
+
+
+def differentiate(
+    block: "Block",
+    grad_out: Tensor,
+    delta: Tensor,
+    qk: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    grad_qk: Tensor,
+    grad_v: Tensor,
+    causal: bool,
+) -> None:
+    """Writes dqk and dv of one block."""
+    tokens, values, grads, dtype = Rows(qk), Rows(v), Rows(grad_out), lse.dtype
+    x_at, v_at, g_at = tokens.numbers(block), values.numbers(block), grads.numbers(block)
+    debts = pad(torch.stack([delta[b, h] for b, h in block.places]).flatten(), (0, 1))
+    lses = torch.stack([lse[b, h] for b, h in block.places])
+    levels = pad(lses.masked_fill(lses == -math.inf, math.inf).flatten(), (0, 1), value=math.inf)
+    sums_qk = qk.new_zeros(block.rows + 1, qk.shape[3], dtype=dtype)
+    sums_v, scale = torch.zeros_like(sums_qk), 1 / math.sqrt(qk.shape[3])
+    for group in block.groups():
+        x = tokens.take(x_at[group.rows], dtype)
+        k, shrink = normalized(x)
+        weights = group.scores(x, k, causal, levels[group.own]).exp_()
+        g = group.chunks(grads.take(g_at[group.own], dtype))
+        seen = group.windows(values.take(v_at[group.rows], dtype))
+        slopes = torch.baddbmm(group.chunks(debts[group.own, None]), g, seen.mT, beta=-1).mul_(weights)
+        del seen
+        add_rows(sums_v, group.rows, group.fold(weights, g))
+        del weights, g
+        grad = group.fold(slopes, group.chunks(group.last(x)), scale)
+        grad.addcmul_(k, (grad * k).sum(-1, keepdim=True), value=-1).mul_(shrink)
+        group.chunks(group.last(grad)).baddbmm_(slopes, group.windows(k), alpha=scale)
+        del x, k, slopes
+        add_rows(sums_qk, group.rows, grad)
+        del group, grad
+    for i, (b, h) in enumerate(block.places):
+        grad_qk[b, h] = block.of(sums_qk, i)
+        alone = block.alone(i, lses[i])[:, None]
+        grad_v[b, h] = block.of(sums_v, i).add_(grad_out[b, h].where(alone, 0.0))
 
 
 def normalized(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,12 +240,41 @@ class Block:
                 )
 
 
+def at_once(batch: int, heads: int, length: int, bucket_size: int, device: torch.device) -> tuple[int, int]:
+    """(heads of a block, scores of a group)."""
+    room = min(SCORES.get(device.type, SCORES["cuda"]), 32 * batch * heads * length)  # short ones take less
+    return min(max(room // max(2 * min(bucket_size, length) * length, 1), 1), batch * heads), room
+
+
 def blocks(order: Tensor, key_lengths: Tensor | None, bucket_size: int) -> Iterator[Block]:
     batch, heads, _, length = order.shape
     places = [(b, h) for b in range(batch) for h in range(heads)]
-    window = min(bucket_size, length)
-    room = min(SCORES.get(order.device.type, SCORES["cuda"]), 32 * batch * heads * length)  # short ones take less
-    most = max(room // (2 * window * length), 1)
-    for start in range(0, len(places), most):
-        some = places[start : start + most]
+    most, room = at_once(batch, heads, length, bucket_size, order.device)
+    for some in (places[start : start + most] for start in range(0, len(places), most)):
         yield Block(some, torch.stack([order[b, h] for b, h in some]), key_lengths, bucket_size, room)
+
+
+def scratch_bytes(
+    qk: Tensor, rounds: int, key_lengths: Tensor | None, bucket_size: int, causal: bool, backward: bool
+) -> int:
+    """What `forward` or `backward` takes beside its results."""
+    batch, heads, length, size = qk.shape
+    most, room = at_once(batch, heads, length, bucket_size, qk.device)
+    chunk, number, dtype = min(bucket_size, length), -(-length // bucket_size), arithmetic(qk.dtype)
+    window = chunk * (1 + (number > 1))
+    own = max(min(room // (chunk * window), most * number), 1) * chunk
+    seen, tokens, padded = own + window - chunk, most * length, most * number * chunk
+
+    # of a block: its order and where its rows lie; sums, and two numbers for each of its tokens
+    held = tokens * 4 * rounds + tokens * 8 * (2 + backward)
+    held += dtype.itemsize * tokens * ((size + 1) * (1 + backward) + 1)
+    # of a round: the order padded, with and without what lengths cut off; rows; windows
+    held += padded * (12 + 4 * (key_lengths is not None)) + 4 * padded * window // chunk
+    scores = own * window
+    if backward:  # weights and slopes; tokens, keys, gradients and two times what is summed
+        group = dtype.itemsize * (2 * scores + size * (4 * seen + own) + seen)
+    else:  # scores, how far they shrink; their mask, tokens and keys; or values and results
+        masked = dtype.itemsize * 2 * seen * size + scores * causal
+        group = dtype.itemsize * (scores + 2 * own) + max(masked, dtype.itemsize * size * (seen + own))
+    end = length * size * (qk.element_size() if backward else dtype.itemsize * (1 + (qk.dtype != dtype)))
+    return held + max(group, end)

@@ -220,11 +220,22 @@ def row_products(x: Tensor, y: Tensor) -> Tensor:
     """sum(x * y, -1) in the arithmetic of their dtype, (B, H, N), without a product of their size."""
     dtype = arithmetic(x.dtype)
     sums = x.new_empty(x.shape[:3], dtype=dtype)
-    rows = max(AT_ONCE // max(x.shape[0] * x.shape[1] * x.shape[3], 1), 1)
+    rows = _rows_at_once(x)
     for start in range(0, x.shape[2], rows):
         part = slice(start, start + rows)
         torch.sum(x[:, :, part].to(dtype) * y[:, :, part], -1, out=sums[:, :, part])
     return sums
+
+
+def products_bytes(x: Tensor) -> int:
+    """What `row_products` takes, its result included: a product and, of 16-bit numbers, both factors widened."""
+    dtype, part = arithmetic(x.dtype), min(_rows_at_once(x), x.shape[2])
+    factors = 3 if x.dtype != dtype else 1
+    return dtype.itemsize * x.shape[:2].numel() * (x.shape[2] + factors * part * x.shape[3])
+
+
+def _rows_at_once(x: Tensor) -> int:
+    return max(AT_ONCE // max(x.shape[0] * x.shape[1] * x.shape[3], 1), 1)
 
 
 def _room(backend: str):

@@ -52,6 +52,8 @@ def forward(
             top = logits.amax(1).clamp_min(torch.finfo(lse.dtype).min)  # where all are -inf, so is the sum's logarithm
             sums = logits.sub_(top[:, None]).exp_().sum(1)
             lse[part] = torch.logaddexp(lse[part], sums.log_().add_(top))
+            del logits
+        del w  # before the next is converted
     return lse, hit, total
 
 
@@ -119,8 +121,12 @@ def backward(
                 add_product(whole, tile.t(), (near * share[part, None]).to(dtype))
             if need_bias:
                 db[stripe] += coefficient[part] @ tile.to(lse.dtype)
+            del near, tile
         if need_weight:
             dw[stripe] = whole if unit is None else whole * unit
+            del whole
+        del w
+    del scratch
     return [
         dx.mul_(coefficient[:, None]).to(x.dtype) if need_x else None,
         dw,
@@ -133,3 +139,25 @@ def add_product(sums: Tensor, a: Tensor, b: Tensor) -> None:
         sums.addmm_(a, b)
     else:
         sums += a @ b
+
+
+def scratch_bytes(x: Tensor, weight: Tensor, dtype: torch.dtype, needs: list[bool] | None = None) -> int:
+    """What the operator takes beside its results (with `needs`: its backward), where every token counts."""
+    (tokens, size), sums = x.shape, wide(x.dtype)
+    rows, columns = tile_size(x, weight)
+    tile, marks = rows * columns * dtype.itemsize, 24 * rows  # whose targets lie in it
+    widened, narrow = rows * columns * sums.itemsize, dtype != sums
+    stripe = columns * size * dtype.itemsize * (weight.dtype != dtype)
+    near = rows * size * dtype.itemsize * (x.dtype != dtype)
+    if needs is None:
+        tile += stripe + max(near, marks) + narrow * widened
+        return tokens * (1 + sums.itemsize) + max(tile, 2 * tokens * sums.itemsize)
+    need_x, need_weight, _ = needs
+    scaled = rows * size * (sums.itemsize + narrow * dtype.itemsize) * need_weight
+    tile += stripe + near + max(narrow * (widened + rows * columns * dtype.itemsize), scaled, marks)
+    if need_weight and weight.dtype != sums:  # a stripe of its gradient
+        tile += columns * size * sums.itemsize
+    held = tokens * (1 + sums.itemsize * (1 + (dtype == torch.float16)))
+    if not need_x or x.dtype == sums:
+        return held + tile
+    return held + x.numel() * sums.itemsize + max(tile - x.numel() * x.element_size(), 0)

@@ -287,6 +287,28 @@ def test_memory_is_linear_and_inputs_are_not_copied(monkeypatch):
     assert long < 5.1 * whole  # out, its gradient, the square's, two gradients: five
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "rounds", "bucket_size", "lengths"),
+    [((1, 8, 1024, 64), 4, 64, None), ((2, 4, 1000, 24), 2, 64, [997, 1000]), ((3, 2, 333, 8), 8, 4, None)],
+)
+def test_scratch_is_known(dtype, causal, shape, rounds, bucket_size, lengths):
+    """What the planner adds for the operator's own temporaries; in the last case most of them are of sorting."""
+    qk, v, grad = (torch.randn(shape).to(dtype) for _ in range(3))
+    turns = torch.randn(shape[1], shape[3], rounds, sum(bucket_sets(shape[2], bucket_size)) // 2)
+    problem = None if lengths is None else torch.tensor(lengths, dtype=torch.int32), bucket_size, causal
+    out, lse, order = torch.ops.lean_arch.lsh_attention(qk, v, turns, *problem, "torch")
+    forward = turns, *problem, "torch"
+    backward = out, lse, order, *problem, "torch"
+    took = peak_bytes(lambda: torch.ops.lean_arch.lsh_attention(qk, v, *forward))
+    took -= out.nbytes + lse.nbytes + order.nbytes
+    assert 0.98 * took < lsh.forward_scratch(qk, turns, *problem) < 1.05 * took
+    took = peak_bytes(lambda: torch.ops.lean_arch.lsh_attention_backward(grad, qk, v, *backward))
+    took -= qk.nbytes + v.nbytes
+    assert 0.98 * took < lsh.backward_scratch(qk, rounds, *problem) < 1.05 * took
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
