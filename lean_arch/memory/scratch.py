@@ -13,7 +13,7 @@ from lean_arch.memory.allocator import mark, recording
 from lean_arch.ops import linear_cross_entropy, lsh_attention, sparse_attention  # noqa: F401 (make the operators)
 from lean_arch.ops.attention import lsh, portable
 from lean_arch.ops.linear_cross_entropy import portable as cross_entropy
-from lean_arch.ops.patterns import parse
+from lean_arch.ops.pattern_text import parse
 
 aten, ours = torch.ops.aten, torch.ops.lean_arch
 

@@ -8,16 +8,16 @@ mask of all Nq x Nk pairs is never made. Local, Longformer (Beltagy et al. 2020,
 al. 2020, arXiv 2007.14062) and strided (Child et al. 2019, arXiv 1904.10509) attention are patterns.
 """
 
-import ast
 import dataclasses
 import functools
-import itertools
+import hashlib
 import operator
 import weakref
 
 import torch
 from torch import Tensor
 
+living_masks = weakref.WeakValueDictionary()  # text -> the FromMask spelled so
 NONE, SOME, ALL = 0, 1, 2  # of the pairs in a rectangle may see each other
 
 
@@ -43,13 +43,6 @@ class Pattern:
     def check(self, nq: int, nk: int) -> None:
         """Raises ValueError when the pattern is not one for `nq` queries and `nk` keys."""
 
-    def spell(self) -> str:
-        """The pattern as text, for `parse`."""
-        text = str(self)
-        if not torch.compiler.is_compiling():
-            _alive[text] = self
-        return text
-
     def __or__(self, other: "Pattern") -> "Pattern":
         return Union(self, _pattern(other))
 
@@ -58,7 +51,7 @@ class Pattern:
 
     def mask(self, nq: int, nk: int | None = None) -> Tensor:
         """All pairs as a bool tensor (Nq, Nk), True = may see: to look at and to test with, for it is large."""
-        nk = nq if nk is None else nk
+        nq, nk = _lengths(nq, nk)
         self.check(nq, nk)
         return self.allows(torch.arange(nq)[:, None] + nk - nq, torch.arange(nk)[None], nq, nk).expand(nq, nk)
 
@@ -66,7 +59,7 @@ class Pattern:
         """Share of the Nq x Nk pairs that are computed: those of all tiles that any pair of the pattern lies in."""
         from lean_arch.ops.attention.tiles import compile_tiles  # that module stands on this one
 
-        nk = nq if nk is None else nk
+        nq, nk = _lengths(nq, nk)
         tiles = compile_tiles(self, nq, nk)
         return tiles.area / (nq * nk)
 
@@ -78,6 +71,10 @@ class Pattern:
         axes.imshow(self.mask(nq, nk), cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
         axes.set(xlabel="key", ylabel="query", title=str(self))
         return axes
+
+
+def _lengths(nq: int, nk: int | None) -> tuple[int, int]:
+    return _count("nq", nq, 1), _count("nk", nq if nk is None else nk, 1)
 
 
 def _pattern(thing) -> Pattern:
@@ -280,11 +277,20 @@ class Chunks(Pattern):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FromMask(Pattern):
-    """bits (Nq, Nk / 8) uint8, the first key in the lowest bit; `number` tells masks apart."""
+    """bits (Nq, Nk / 8) uint8, the first key in the lowest bit; `digest` of them tells masks apart."""
 
     bits: Tensor
     shape: tuple[int, int]
-    number: int
+    digest: str
+
+    @staticmethod
+    def of(bits: Tensor, shape: tuple[int, int]) -> "FromMask":
+        """The one pattern of these bits, also when copied or pickled."""
+        pattern = FromMask(bits, shape, hashlib.sha256(bits.numpy().tobytes()).hexdigest()[:32])
+        return living_masks.setdefault(str(pattern), pattern)
+
+    def __reduce__(self):
+        return FromMask.of, (self.bits, self.shape)
 
     def allows(self, i, j, nq, nk):
         return ((self.bits[i - (nk - nq), j >> 3] >> (j & 7)) & 1).bool()
@@ -314,7 +320,7 @@ class FromMask(Pattern):
             raise ValueError(f"pattern from_mask is {self.shape}, but there are {nq} queries and {nk} keys")
 
     def __str__(self):
-        return f"from_mask({self.shape[0]}, {self.shape[1]}, number={self.number})"
+        return f"from_mask({self.shape[0]}, {self.shape[1]}, digest={self.digest!r})"
 
 
 def dense() -> Pattern:
@@ -363,48 +369,10 @@ def from_mask(mask: Tensor) -> Pattern:
         raise ValueError(f"from_mask takes a bool tensor (Nq, Nk), got {found}")
     columns = torch.nn.functional.pad(mask.detach().cpu(), (0, -mask.shape[1] % 8)).unflatten(1, (-1, 8))
     bits = (columns << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
-    pattern = FromMask(bits, tuple(mask.shape), next(_numbers))
-    _masks[pattern.number] = pattern
-    return pattern
+    return FromMask.of(bits, tuple(mask.shape))
 
 
 def _count(name: str, value: int, least: int) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or not least <= operator.index(value) < 2**62:
         raise ValueError(f"{name} {value!r} must be a whole number, {least} or more and below 2**62")
     return operator.index(value)
-
-
-_alive = weakref.WeakValueDictionary()  # text -> a pattern spelled so
-_masks = weakref.WeakValueDictionary()  # number -> FromMask
-_numbers = itertools.count()
-
-
-def parse(text: str) -> Pattern:
-    """The pattern that `spell` made a text of. Raises RuntimeError for a mask that is no more."""
-    pattern = _alive.get(text)
-    return _build(ast.parse(text, mode="eval").body) if pattern is None else pattern
-
-
-def _build(node: ast.expr) -> Pattern:
-    if isinstance(node, ast.BinOp):
-        join = Union if isinstance(node.op, ast.BitOr) else Intersection
-        return join(_build(node.left), _build(node.right))
-    numbers = [ast.literal_eval(argument) for argument in node.args]
-    named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
-    if node.func.id != "from_mask":
-        return _SPELLED[node.func.id](*numbers, **named)
-    pattern = _masks.get(named["number"])
-    if pattern is None:
-        raise RuntimeError(f"pattern {ast.unparse(node)} is gone; keep it for as long as what was compiled with it")
-    return pattern
-
-
-_SPELLED = {
-    "dense": Dense,
-    "causal": causal,
-    "local": Band,
-    "global_tokens": global_tokens,
-    "random_blocks": RandomBlocks,
-    "strided": Strided,
-    "chunks": Chunks,
-}

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lean_arch
 from lean_arch.memory import BudgetError, format_bytes, measure, parse_bytes, plan
 from lean_arch.memory.plan import Recipe, plain_step
 from lean_arch.memory.scratch import Probe, probe, rule
@@ -59,6 +60,29 @@ def test_predicted_is_measured_in_bf16():
     model, batch = SMALL_VIT(), batch_of(2)
     truth = measured(model, batch, precision="bf16")
     assert plan(model, batch, precision="bf16").predicted_peak_bytes == pytest.approx(truth.peak_bytes, rel=0.005)
+
+
+@pytest.mark.parametrize("arch", ["lean_reformer_tiny", "lean_lm_tiny"])
+def test_predicted_is_measured_of_sequences(arch):
+    """Whose peak holds the scratch of the package's own operators."""
+    model = lean_arch.create_model(arch).train()
+    batch = torch.randint(250, (4, 256)), torch.randint(250, (4, 256))
+
+    def make_step(model, inputs, targets, recipe):
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step():
+            model(inputs, targets=targets).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return step, model, optimizer
+
+    step, *held = make_step(model, *batch, None)
+    step()
+    truth = measure(step, *held, *batch)
+    guess = plan(model, batch, make_step=make_step, checkpoint="none")
+    assert guess.predicted_peak_bytes == pytest.approx(truth.peak_bytes, rel=0.005)
 
 
 @pytest.mark.parametrize(

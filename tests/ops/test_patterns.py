@@ -1,11 +1,15 @@
 """Patterns and their tiles, against masks written independently."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lean_arch.ops.attention.tiles import compile_tiles
+from lean_arch.ops.pattern_text import parse, spell
 from lean_arch.ops.patterns import (
     Chunks,
     causal,
@@ -13,7 +17,6 @@ from lean_arch.ops.patterns import (
     from_mask,
     global_tokens,
     local,
-    parse,
     random_blocks,
     strided,
 )
@@ -82,7 +85,11 @@ def test_algebra(data, nq, nk):
     tiles = compile_tiles(pattern, nq, nk, 32, 32)
     assert torch.equal(from_tiles(tiles, "queries"), mask)
     assert torch.equal(from_tiles(tiles, "keys"), mask)
-    assert torch.equal(parse(str(pattern)).mask(nq, nk), mask)
+    assert torch.equal(parse(spell(pattern)).mask(nq, nk), mask)
+
+
+def test_text_written_by_hand():
+    assert parse("(local(3) | global_tokens([2])) & causal()") == (local(3) | global_tokens([2])) & causal()
 
 
 def test_random_blocks():
@@ -117,7 +124,11 @@ def test_equal_patterns_are_the_same():
     assert hash(local(4) & strided(2)) == hash(local(4) & strided(2))
     assert compile_tiles(local(4), 50, 50) is compile_tiles(local(4, 4), 50, 50)
     mask = torch.ones(3, 3, dtype=torch.bool)
-    assert from_mask(mask) != from_mask(mask)
+    pattern = from_mask(mask)
+    for same in (from_mask(mask), copy.deepcopy(pattern), pickle.loads(pickle.dumps(pattern))):
+        assert (same, hash(same), str(same)) == (pattern, hash(pattern), str(pattern))
+        assert same | causal() == pattern | causal()
+    assert from_mask(mask) != from_mask(mask.tril())
 
 
 def test_a_mask_is_copied():
@@ -139,6 +150,16 @@ def test_a_mask_is_copied():
         (lambda: random_blocks(1, 4, "x"), "random_blocks seed 'x' must be a whole number, 0 or more"),
         (lambda: random_blocks(0), "random_blocks count 0"),
         (lambda: random_blocks(1, 0), "random_blocks block 0"),
+        (lambda: local(3).mask(-1), "nq -1 must be a whole number, 1 or more"),
+        (lambda: local(3).mask(2.5), "nq 2.5"),
+        (lambda: local(3).mask(4, 0), "nk 0"),
+        (lambda: local(3).density(0), "nq 0"),
+        (lambda: local(3).show(0), "nq 0"),
+        (lambda: parse("local(3"), r"pattern 'local\(3' does not say what is seen; .* does"),
+        (lambda: parse("window(3)"), r"pattern 'window\(3\)'"),
+        (lambda: parse("local(3) + causal()"), "does not say what is seen"),
+        (lambda: parse("local(-3)"), "does not say what is seen"),
+        (lambda: parse(3), "pattern 3 does not say"),
         (lambda: from_mask(torch.ones(3, 3)), "from_mask takes a bool tensor"),
         (lambda: from_mask(torch.ones(3, dtype=torch.bool)), "from_mask takes a bool tensor"),
     ],

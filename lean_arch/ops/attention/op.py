@@ -19,7 +19,8 @@ from lean_arch.ops.attention.problem import Problem, arithmetic
 from lean_arch.ops.attention.tiles import compile_tiles
 from lean_arch.ops.backend import backend_for
 from lean_arch.ops.derivatives import refuse_other_derivatives
-from lean_arch.ops.patterns import Pattern, parse
+from lean_arch.ops.pattern_text import parse, spell
+from lean_arch.ops.patterns import Pattern
 
 ROOMS = {"reference": "reference", "torch": "portable", "triton": "kernels"}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -82,7 +83,7 @@ def sparse_attention(
         q_segments,
         k_segments,
         seed,
-        pattern.spell(),
+        spell(pattern),
         1 / math.sqrt(size) if scale is None else float(scale),
         float(dropout_p),
         _backend(q.device),

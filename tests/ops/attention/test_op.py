@@ -9,7 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lean_arch.ops import sparse_attention, use
 from lean_arch.ops.attention.tiles import compile_tiles
-from lean_arch.ops.patterns import causal, dense, from_mask, global_tokens, local, parse, random_blocks, strided
+from lean_arch.ops.pattern_text import parse, spell
+from lean_arch.ops.patterns import causal, dense, from_mask, global_tokens, local, random_blocks, strided
 from tests.ops.attention.oracle import attend, errors
 
 
@@ -113,7 +114,7 @@ def test_opcheck(backend, layout):
         q, k, v = (t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in (q, k, v))
     lengths = torch.tensor([33, 5], dtype=torch.int32)
     segments = torch.ones(2, 20, dtype=torch.int32), torch.ones(2, 33, dtype=torch.int32)
-    others = lengths, *segments, torch.tensor([77]), (local(5) | strided(4)).spell(), 0.3, 0.1, backend
+    others = lengths, *segments, torch.tensor([77]), spell(local(5) | strided(4)), 0.3, 0.1, backend
     torch.library.opcheck(torch.ops.lean_arch.sparse_attention, (q, k, v, *others))
     q, k, v = (t.detach() for t in (q, k, v))
     out, lse = torch.ops.lean_arch.sparse_attention(q, k, v, *others)
@@ -124,7 +125,7 @@ def test_opcheck(backend, layout):
 
 @pytest.mark.parametrize("pattern", ALL, ids=str)
 def test_patterns_come_back_from_their_text(pattern):
-    text = pattern.spell()
+    text = spell(pattern)
     assert parse(text) is pattern  # as it is alive
     built = parse(text.replace(" ", ""))  # not known by this text: built anew
     assert torch.equal(built.mask(70), pattern.mask(70))
@@ -135,7 +136,7 @@ def test_mask_lives_until_backward_and_no_longer():
     pattern = from_mask(torch.ones(70, 70, dtype=torch.bool).tril())
     out = sparse_attention(q, k, v, pattern)
     want = torch.autograd.grad(attend(q, k, v, pattern.mask(70))[0].sum(), (q, k, v))
-    text = pattern.spell()
+    text = spell(pattern)
     del pattern
     gc.collect()
     assert max(errors(torch.autograd.grad(out.sum(), (q, k, v)), want)) < 1e-5
