@@ -233,6 +233,8 @@ def test_scratch_is_known(shape, types, needs, monkeypatch):
         ({"target": torch.full((20,), -1)}, "target -1 is out of range"),
         ({"bias": torch.randn(29)}, "bias must be"),
         ({"bias": torch.randn(30).double()}, "bias is torch.float64"),
+        ({"label_smoothing": "x"}, "label_smoothing 'x' must be a number"),
+        ({"ignore_index": None}, "ignore_index None must be a whole number"),
         ({"label_smoothing": 1.0}, "label_smoothing 1.0"),
         ({"label_smoothing": -0.1}, "label_smoothing -0.1"),
         ({"reduction": "max"}, "reduction 'max'"),

@@ -53,9 +53,10 @@ def lsh_attention(
         v: (B, H, N, D), of the same dtype.
         n_hashes: rounds of hashing, each with rotations of its own: more of them find more of what full attention sees.
         bucket_size: tokens in a chunk; there are about N / bucket_size buckets.
-        causal: a token sees none at a later position.
+        causal: a token sees none at a later position. Beyond `2 * bucket_size` tokens later ones still decide, as in
+            the paper, where chunks end in the sorted sequence, and so which of the earlier ones it sees.
         key_lengths: (B,) integers: only the first so many tokens of each sequence are seen. The others see what the
-            last chunks hold; they change nothing for the rest.
+            last chunks hold; they change nothing for the rest, but must be finite.
         generator: draws the rotations, on its own device; torch's generator of qk's device by default.
 
     Returns:
@@ -67,7 +68,7 @@ def lsh_attention(
         dtype = torch.get_autocast_dtype(qk.device.type)
         qk, v = qk.to(dtype), v.to(dtype)
     refuse_other_derivatives("lsh_attention", qk, v)
-    _check(qk, v, n_hashes, bucket_size)
+    _check(qk, v, n_hashes, bucket_size, causal, generator)
     batch, heads, length, size = qk.shape
     if key_lengths is not None:
         key_lengths = _integers("key_lengths", key_lengths, (batch,), qk.device).clamp(0, length).to(torch.int32)
@@ -168,7 +169,7 @@ def _sort_bytes(qk: Tensor, rotations: Tensor) -> int:
     return turned + max(hashing, 28 * whole)
 
 
-def _check(qk, v, n_hashes, bucket_size):
+def _check(qk, v, n_hashes, bucket_size, causal, generator):
     for name, tensor in (("qk", qk), ("v", v)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
             found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -181,11 +182,15 @@ def _check(qk, v, n_hashes, bucket_size):
         raise ValueError(f"v is {v.dtype} on {v.device}, but qk is {qk.dtype} on {qk.device}")
     if not HEAD_SIZES.start <= qk.shape[3] < HEAD_SIZES.stop:  # `in` would end a dynamic graph
         raise ValueError(f"head size {qk.shape[3]} of qk is not supported; 8 to 256 are")
-    if 0 in qk.shape:
-        raise ValueError(f"qk is {tuple(qk.shape)}; it takes one or more of each")
+    if qk.shape[1] == 0 or qk.shape[2] == 0:
+        raise ValueError(f"qk is {tuple(qk.shape)}; it takes one or more heads and tokens")
     for name, value in (("n_hashes", n_hashes), ("bucket_size", bucket_size)):
         if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
             raise ValueError(f"{name} {value!r} must be a whole number, 1 or more")
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal {causal!r} must be True or False")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator {generator!r} must be a torch.Generator or None")
 
 
 def _room(backend: str):

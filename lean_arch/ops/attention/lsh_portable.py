@@ -243,7 +243,7 @@ class Block:
 def at_once(batch: int, heads: int, length: int, bucket_size: int, device: torch.device) -> tuple[int, int]:
     """(heads of a block, scores of a group)."""
     room = min(SCORES.get(device.type, SCORES["cuda"]), 32 * batch * heads * length)  # short ones take less
-    return min(max(room // max(2 * min(bucket_size, length) * length, 1), 1), batch * heads), room
+    return max(min(room // max(2 * min(bucket_size, length) * length, 1), batch * heads), 1), room
 
 
 def blocks(order: Tensor, key_lengths: Tensor | None, bucket_size: int) -> Iterator[Block]:

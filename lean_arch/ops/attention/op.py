@@ -9,6 +9,7 @@ Shapes: q (B, Hq, Nq, D); k, v (B, Hkv, Nk, D), Hq a multiple of Hkv; out as q; 
 
 import importlib
 import math
+import numbers
 
 import torch
 from torch import Tensor
@@ -115,16 +116,18 @@ def _check(q, k, v, pattern, scale, dropout_p):
         raise ValueError(f"v is {tuple(v.shape)} but k is {tuple(k.shape)}; they must have the same shape")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"k is {tuple(k.shape)} but q is {tuple(q.shape)}; batch and head size must be the same")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+    if q.shape[1] == 0 or k.shape[1] == 0:
+        raise ValueError(f"q has {q.shape[1]} heads and k {k.shape[1]}; it takes one or more of both")
+    if q.shape[1] % k.shape[1]:
         raise ValueError(f"q has {q.shape[1]} heads, which is not a multiple of the {k.shape[1]} heads of k")
     if q.shape[3] not in HEAD_SIZES:
         raise ValueError(f"head size {q.shape[3]} of q is not supported; 8 to 256 are")
     if q.shape[2] == 0 or k.shape[2] == 0:
         raise ValueError(f"there are {q.shape[2]} queries and {k.shape[2]} keys; it takes one or more of both")
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p {dropout_p} must be 0 or more and less than 1")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale {scale} must be a finite number")
+    if not isinstance(dropout_p, numbers.Real) or not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p {dropout_p!r} must be a number, 0 or more and less than 1")
+    if scale is not None and not (isinstance(scale, numbers.Real) and math.isfinite(scale)):
+        raise ValueError(f"scale {scale!r} must be a finite number")
     pattern.check(q.shape[2], k.shape[2])
 
 

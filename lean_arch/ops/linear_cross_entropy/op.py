@@ -16,6 +16,7 @@ Shapes: x (T, D), weight (V, D), bias (V,), target (T,), losses, lse, coefficien
 """
 
 import importlib
+import numbers
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ def linear_cross_entropy(
     Raises ValueError where arguments do not fit each other.
     """
     refuse_other_derivatives("linear_cross_entropy", x, weight, bias)
-    _check(x, weight, target, bias, label_smoothing, reduction)
+    _check(x, weight, target, bias, ignore_index, label_smoothing, reduction)
     losses, _ = torch.ops.lean_arch.linear_cross_entropy(
         x, weight, bias, target, ignore_index, float(label_smoothing), _product_dtype(x), _backend(x.device)
     )
@@ -72,7 +73,7 @@ def linear_cross_entropy(
     return losses.sum() / (target != ignore_index).sum() if reduction == "mean" else losses.sum()
 
 
-def _check(x, weight, target, bias, label_smoothing, reduction):
+def _check(x, weight, target, bias, ignore_index, label_smoothing, reduction):
     for name, tensor, shape in (("x", x, "(T, D)"), ("weight", weight, "(V, D)")):
         if not isinstance(tensor, Tensor) or tensor.dim() != 2:
             found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -97,8 +98,10 @@ def _check(x, weight, target, bias, label_smoothing, reduction):
         mixed = autocast and torch.float64 not in (x.dtype, tensor.dtype)
         if not (fits or mixed) or (x.dtype == torch.float64 and tensor is bias and tensor.dtype != x.dtype):
             raise ValueError(f"{name} is {tensor.dtype}, but x is {x.dtype}; outside autocast they must be the same")
-    if not 0 <= label_smoothing < 1:
-        raise ValueError(f"label_smoothing {label_smoothing} must be 0 or more and less than 1")
+    if not isinstance(label_smoothing, numbers.Real) or not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing {label_smoothing!r} must be a number, 0 or more and less than 1")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, numbers.Integral):
+        raise ValueError(f"ignore_index {ignore_index!r} must be a whole number; one that is no class ignores none")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction {reduction!r} does not exist; {', '.join(REDUCTIONS)} do")
 

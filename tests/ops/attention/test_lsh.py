@@ -318,6 +318,10 @@ def test_scratch_is_known(dtype, causal, shape, rounds, bucket_size, lengths):
         ({"qk": torch.zeros(1, 2, 4, 8).long()}, "qk is torch.int64"),
         ({"qk": torch.zeros(1, 2, 4, 4), "v": torch.zeros(1, 2, 4, 4)}, "head size 4"),
         ({"n_hashes": 0}, "n_hashes 0"),
+        ({"n_hashes": 2.5}, "n_hashes 2.5"),
+        ({"causal": "no"}, "causal 'no' must be True or False"),
+        ({"generator": 5}, "generator 5 must be a torch.Generator"),
+        ({n: torch.zeros(1, 0, 4, 8) for n in ("qk", "v")}, "it takes one or more heads and tokens"),
         ({"bucket_size": -1}, "bucket_size -1"),
         ({"bucket_size": 2.5}, "bucket_size 2.5"),
         ({"key_lengths": torch.zeros(3, dtype=torch.int64)}, "key_lengths"),
@@ -328,6 +332,15 @@ def test_bad_input_is_refused(arguments, message):
     arguments = {"qk": torch.zeros(1, 2, 4, 8), "v": torch.zeros(1, 2, 4, 8)} | arguments
     with pytest.raises(ValueError, match=message):
         lsh_attention(arguments.pop("qk"), arguments.pop("v"), **arguments)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_no_sequences(backend):
+    qk, v = (torch.zeros(0, 2, 40, 8, requires_grad=True) for _ in range(2))
+    with use(backend):
+        out = lsh_attention(qk, v, n_hashes=2, bucket_size=8)
+    assert out.shape == qk.shape
+    assert all(g.shape == qk.shape for g in torch.autograd.grad(out.sum(), (qk, v)))
 
 
 def test_no_second_derivative():
