@@ -30,7 +30,7 @@ from lean_arch.ops import sparse_attention, use
 from lean_arch.ops.patterns import causal, dense, global_tokens, local, random_blocks, strided
 from lean_arch.ops.targets import TARGETS, Build, Target
 
-MODULES = ["lean_arch.ops.attention.kernels", "lean_arch.ops.linear_cross_entropy.kernels"]
+MODULES = [f"lean_arch.ops.{room}.kernels" for room in ("attention", "depthwise", "linear_cross_entropy")]
 COLUMNS = ("kernel", "target", "dtype", "registers", "spill_bytes", "shared_bytes", "shared_limit", "matrix_unit")
 NVIDIA_UNITS, AMD_UNITS = re.compile(r"\b(wgmma\.|tcgen05\.mma|mma\.sync)"), re.compile(r"\bv_mfma_")
 

@@ -3,6 +3,7 @@
 from lean_arch.ops.attention.lsh import lsh_attention
 from lean_arch.ops.attention.op import sparse_attention
 from lean_arch.ops.backend import use
+from lean_arch.ops.depthwise.op import depthwise_conv2d
 from lean_arch.ops.linear_cross_entropy.op import linear_cross_entropy
 
-__all__ = ["linear_cross_entropy", "lsh_attention", "sparse_attention", "use"]
+__all__ = ["depthwise_conv2d", "linear_cross_entropy", "lsh_attention", "sparse_attention", "use"]

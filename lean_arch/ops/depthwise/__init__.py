@@ -1,0 +1,1 @@
+"""The depthwise convolution: each channel with a filter of its own."""
