@@ -22,11 +22,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from unittest import mock
 
 import torch
 
 from benchmarks.table import RESULTS, write_rows
-from lean_arch.ops import sparse_attention, use
+from lean_arch.ops import depthwise_conv2d, sparse_attention, use
 from lean_arch.ops.patterns import causal, dense, global_tokens, local, random_blocks, strided
 from lean_arch.ops.targets import TARGETS, Build, Target
 
@@ -144,6 +145,33 @@ def check(device: torch.device) -> float:
     return worst
 
 
+def check_depthwise(device: torch.device) -> float:
+    """The same of the depthwise convolution, none of it by cuDNN."""
+    from lean_arch.ops.depthwise import kernels
+
+    worst = 0.0
+    geometries = (3, 1, 1, 1), (5, 2, 2, 1), (7, 1, 3, 1), (3, 1, 4, 4), (31, 1, 15, 1)
+    layouts = torch.contiguous_format, torch.channels_last
+    tolerances = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+    for (kernel, *options), dtype, layout in itertools.product(geometries, tolerances, layouts):
+        sizes = ((3, 40, 33, 41), (40, 1, kernel, kernel), (40,))
+        inputs = [torch.randn(size, device=device, dtype=dtype) for size in sizes]
+        inputs = [t.requires_grad_() for t in (inputs[0].to(memory_format=layout), *inputs[1:])]
+        exact = [t.detach().double().requires_grad_() for t in inputs]
+        results = []
+        with mock.patch.object(kernels, "cudnn_is_fast", return_value=False):
+            for backend, tensors in (("triton", inputs), ("reference", exact)):
+                with use(backend):
+                    out = depthwise_conv2d(*tensors, *options)
+                    upstream = torch.linspace(-1, 1, out.numel(), device=device).to(dtype).view(out.shape).to(out.dtype)
+                    results.append((out, *torch.autograd.grad(out, tensors, upstream)))
+        error = max(map(relative_error, *results)) / tolerances[dtype]
+        if not error <= 1:
+            raise SystemExit(f"wrong by {error:.1f} times what is allowed: {kernel} {options} {dtype} {layout}")
+        worst = max(worst, error)
+    return worst
+
+
 def attentions(length: int, window: int | None, device):
     """name -> function of q, k, v; for a window ours and FlexAttention, without one those that compute all pairs."""
     if window is None:
@@ -231,7 +259,8 @@ def main():
     if not torch.cuda.is_available():
         parser.exit(2, "Checking and timing the kernels needs a GPU; without one, --compile_only builds them.\n")
     start, device, rows = time.perf_counter(), torch.device("cuda"), []
-    print(f"all right: worst error {check(device):.2f} of what is allowed", flush=True)
+    worst = max(check(device), check_depthwise(device))
+    print(f"all right: worst error {worst:.2f} of what is allowed", flush=True)
     for row in timings(device, args.heads, 7 * 60 - (time.perf_counter() - start)):
         print(row, flush=True)
         rows.append(row)
