@@ -1,8 +1,22 @@
 """Building blocks: nn.Modules that can be lifted into any code base."""
 
 from lean_arch.blocks.attention import KeyValues, SparseAttention
+from lean_arch.blocks.convnext import ConvNeXtBlock
 from lean_arch.blocks.feedforward import ChunkedFeedForward
 from lean_arch.blocks.lsh_attention import LSHAttention
+from lean_arch.blocks.norm_act import NormAct2d
 from lean_arch.blocks.reversible import ReversiblePair, ReversibleSequence
+from lean_arch.blocks.separable import InvertedResidual, SeparableConv2d
 
-__all__ = ["ChunkedFeedForward", "KeyValues", "LSHAttention", "ReversiblePair", "ReversibleSequence", "SparseAttention"]
+__all__ = [
+    "ChunkedFeedForward",
+    "ConvNeXtBlock",
+    "InvertedResidual",
+    "KeyValues",
+    "LSHAttention",
+    "NormAct2d",
+    "ReversiblePair",
+    "ReversibleSequence",
+    "SeparableConv2d",
+    "SparseAttention",
+]

@@ -5,15 +5,27 @@ import fnmatch
 import timm
 from torch import nn
 
-from lean_arch.models import lean_bigbird, lean_lm, lean_longformer, lean_reformer, lean_vit
+from lean_arch.models import (
+    lean_bigbird,
+    lean_convnext,
+    lean_efficientnet,
+    lean_lm,
+    lean_longformer,
+    lean_mobilenet,
+    lean_reformer,
+    lean_vit,
+)
 from lean_arch.registry import SEQUENCE_MODELS, unknown
 
 __all__ = [
     "check_name",
     "create_model",
     "lean_bigbird",
+    "lean_convnext",
+    "lean_efficientnet",
     "lean_lm",
     "lean_longformer",
+    "lean_mobilenet",
     "lean_reformer",
     "lean_vit",
     "list_models",

@@ -1,0 +1,129 @@
+"""BatchNorm with an activation, and what blocks of convolutions share so that they keep BatchNorm's inputs alone.
+
+A block runs lean where that is known to give the numbers of its textbook form; everywhere else (another norm or
+activation, SyncBatchNorm, hooks on its parts, tracing, torch.compile, whose partitioner recomputes by itself) it runs
+that form.
+
+Shapes: x (B, C, H, W).
+"""
+
+import torch
+from torch import Tensor, nn
+
+from lean_arch.ops.norm_act.activations import MODULES, name_of
+from lean_arch.ops.norm_act.op import Activation, Settings, Source, activate, batch_norm_act, convolve
+from lean_arch.ops.plain_convolution import Geometry
+
+KEEP = "convs", "dear", "inputs"
+CHEAP = 32  # products a number
+
+
+def activation(name: str) -> nn.Module:
+    """The module of an activation. Raises ValueError for a name that is none of "relu", "silu", ..."""
+    modules = {known: module for module, known in reversed(MODULES.items())}
+    if name not in modules:
+        raise ValueError(f"act {name!r} is unknown; {', '.join(sorted(modules))} are known")
+    return modules[name]()
+
+
+class NormAct2d(nn.BatchNorm2d):
+    """BatchNorm2d, then an activation; keeps its input alone. Parameters and buffers are nn.BatchNorm2d's.
+
+    Args:
+        channels: C.
+        act: "identity", "relu", "relu6", "silu", "gelu" or "hardswish".
+        kwargs: as nn.BatchNorm2d (eps, momentum, affine, track_running_stats).
+
+    Raises ValueError for another act, and in training for one value a channel.
+    """
+
+    def __init__(self, channels: int, act: str = "relu", **kwargs):
+        super().__init__(channels, **kwargs)
+        self.act = activation(act)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, C, H, W)."""
+        return self.textbook(x) if torch.jit.is_scripting() or not runs_lean(x, self) else self.lean(x)
+
+    @torch.jit.unused
+    def lean(self, x: Tensor) -> Tensor:
+        return batch_norm_act(x, self.weight, self.bias, settings_of(self))
+
+    def textbook(self, x: Tensor) -> Tensor:
+        return self.act(super().forward(x))
+
+
+@torch.jit.unused
+def runs_lean(x: Tensor, *modules: nn.Module) -> bool:
+    """Whether the modules, convolutions and norms, are such that the lean form gives their numbers, and pays."""
+    if torch.jit.is_tracing() or torch.compiler.is_compiling() or not isinstance(x, Tensor):
+        return False
+    if not torch.is_grad_enabled() or x.dim() != 4 or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
+    return all(map(_is_plain, modules)) and (
+        x.requires_grad or any(p.requires_grad for module in modules for p in module.parameters())
+    )
+
+
+def hooked(module: nn.Module) -> bool:
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    if hooked(module):
+        return False
+    if isinstance(module, nn.BatchNorm2d):
+        return _act_of(module) is not None and isinstance(getattr(module, "drop", None), nn.Identity | None)
+    if isinstance(module, nn.Identity):
+        return True
+    return type(module) is nn.Conv2d and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+
+
+def _act_of(norm: nn.BatchNorm2d) -> str | None:
+    return name_of(norm.act) if hasattr(norm, "act") else "identity"
+
+
+def settings_of(module: nn.BatchNorm2d) -> Settings:
+    """How `module` would normalise now; its count of batches moves on as if it were called."""
+    running, act = (module.running_mean, module.running_var), _act_of(module)
+    if not module.training and module.running_mean is not None:
+        return Settings(*running, False, 0.0, module.eps, act)
+    momentum, tracked = module.momentum, module.training and module.track_running_stats
+    if tracked and module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+        momentum = 1.0 / float(module.num_batches_tracked) if momentum is None else momentum
+    return Settings(*(running if tracked else (None, None)), True, momentum or 0.0, module.eps, act)
+
+
+def of_conv(conv: nn.Conv2d) -> tuple[Tensor, Tensor | None, Geometry]:
+    return conv.weight, conv.bias, Geometry(conv.stride, conv.padding, conv.dilation, conv.groups)
+
+
+class Chain:
+    """Convolutions with norms between them, one pass; `keep` says what its backward pass finds and what it recomputes.
+
+    "convs": the result of every convolution, so that none runs twice. "dear": as "convs", but of the first ones those
+    that cost more than CHEAP products a number. "inputs": the last alone. The chain's input is kept in any case.
+    """
+
+    def __init__(self, keep: str):
+        self.keep, self.sources = keep, []
+
+    def conv(self, x: Tensor | Activation, conv: nn.Conv2d, gate: Tensor | None = None) -> Tensor:
+        self.origin = x.recipe if isinstance(x, Activation) else x.detach(), *of_conv(conv), gate
+        return convolve(x, *of_conv(conv), gate)
+
+    def norm(self, z: Tensor, norm: nn.BatchNorm2d, pool: bool = False) -> Activation:
+        """Of the result z of the last `conv`."""
+        origin, weight = self.origin[:2]
+        within_reach = isinstance(origin, Tensor) or origin.source is not None
+        source = None
+        if self.keep == "inputs" or (self.keep == "dear" and within_reach and weight[0].numel() <= CHEAP):
+            source = Source(z, *self.origin)
+            self.sources.append(source)
+        return activate(z, norm.weight, norm.bias, settings_of(norm), pool, source)
+
+    def end(self):
+        for source in self.sources:
+            source.drop()

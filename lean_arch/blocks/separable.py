@@ -1,0 +1,210 @@
+"""Depthwise-separable blocks that keep the results of their convolutions, or their input alone, and compute the rest.
+
+MobileNets (Howard et al. 2017, arXiv 1704.04861), MobileNetV2 (Sandler et al. 2018, arXiv 1801.04381), squeeze-excite
+(Hu et al. 2018, arXiv 1709.01507). Parts are named as in timm, whose weights load.
+
+Shapes: x (B, C, H, W); wide, C * expansion channels.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from lean_arch.blocks.norm_act import KEEP, Chain, NormAct2d, activation, runs_lean
+from lean_arch.blocks.sizes import check_share, check_whole
+
+
+class DropPath(nn.Module):
+    """Stochastic depth (Huang et al. 2016, arXiv 1603.09382): training zeroes whole images with probability `rate`."""
+
+    def __init__(self, rate: float = 0.0):
+        super().__init__()
+        check_share(drop_path_rate=rate)
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.rate == 0:
+            return x
+        kept = 1 - self.rate
+        return x * x.new_empty(x.shape[0], *[1] * (x.dim() - 1)).bernoulli_(kept).div_(kept)
+
+
+class SqueezeExcite(nn.Module):
+    """Weighs channels by a small network of their means.
+
+    Args:
+        channels: C.
+        reduced: channels of the hidden layer.
+        act, gate: of the hidden layer, and nn.Sigmoid or nn.Hardsigmoid of the result.
+    """
+
+    def __init__(self, channels: int, reduced: int, act: str = "relu", gate: type[nn.Module] = nn.Sigmoid):
+        super().__init__()
+        self.conv_reduce, self.conv_expand = nn.Conv2d(channels, reduced, 1), nn.Conv2d(reduced, channels, 1)
+        self.act1, self.gate = activation(act), gate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, C, H, W)."""
+        return x * gate_of(self, x.mean((2, 3), keepdim=True))
+
+
+def gate_of(se: nn.Module, pooled: Tensor) -> Tensor:
+    """(B, C, 1, 1) -> (B, C, 1, 1)."""
+    return se.gate(se.conv_expand(se.act1(se.conv_reduce(pooled))))
+
+
+def _conv(inputs: int, outputs: int, kernel_size=1, stride=1, dilation=1, groups=1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, kernel_size, stride, dilation * (kernel_size // 2), dilation, groups, bias=False)
+
+
+def check_block(in_channels: int, out_channels: int, kernel_size: int, stride: int, dilation: int, keep: str):
+    """Raises ValueError for what no block can be made of."""
+    check_whole(
+        1, in_channels=in_channels, out_channels=out_channels, kernel_size=kernel_size, stride=stride, dilation=dilation
+    )
+    if kernel_size % 2 == 0:
+        raise ValueError(f"kernel_size must be odd, got {kernel_size}")
+    if keep not in KEEP:
+        raise ValueError(f"keep {keep!r} is unknown; {', '.join(KEEP)} are known")
+
+
+class _Block(nn.Module):
+    """A chain of convolutions and norms, and a shortcut where input and output are alike."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, C', H', W')."""
+        if torch.jit.is_scripting() or not self.runs_lean(x):
+            return self.textbook(x)
+        y = self.lean(x)
+        return self.drop_path(y) + x if self.has_skip else y
+
+    @torch.jit.unused
+    def runs_lean(self, x: Tensor) -> bool:
+        parts = dict(self.named_children())
+        se = parts.pop("se")
+        excites = isinstance(se, nn.Identity) or (hasattr(se, "conv_reduce") and not se._forward_hooks)
+        parts.pop("drop_path")
+        return excites and runs_lean(x, *parts.values())
+
+    def excited(self, chain: Chain, z: Tensor, norm: nn.BatchNorm2d, conv: nn.Conv2d) -> Tensor:
+        """norm, activation, squeeze-excite if there is one, and the 1x1 convolution behind."""
+        has_se = not isinstance(self.se, nn.Identity)
+        a = chain.norm(z, norm, pool=has_se)
+        return chain.conv(a, conv, gate_of(self.se, a.pooled) if has_se else None)
+
+    def extra_repr(self) -> str:
+        return f"keep={self.keep!r}"
+
+
+class SeparableConv2d(_Block):
+    """Depthwise convolution, norm, activation; 1x1 convolution, norm and, with `pointwise_act`, activation.
+
+    Args:
+        in_channels, out_channels: C, C'.
+        kernel_size, stride, dilation: of the depthwise convolution; padded to keep the size at stride 1.
+        act: of `NormAct2d`.
+        pointwise_act: whether the second norm has an activation too (MobileNetV1).
+        skip: add the input where the shapes agree.
+        se_channels: hidden channels of a squeeze-excite between the two; None: none.
+        drop_path_rate: of stochastic depth.
+        keep: of its convolutions' results, "convs" keeps all, "dear" all but the first where they cost at most
+            32 products a number, "inputs" the last alone; the block's input is kept too.
+
+    Raises ValueError for sizes, rates and names that do not exist.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int = 3,
+        stride: int = 1,
+        dilation: int = 1,
+        act: str = "relu",
+        pointwise_act: bool = True,
+        skip: bool = False,
+        se_channels: int | None = None,
+        drop_path_rate: float = 0.0,
+        keep: str = "convs",
+    ):
+        super().__init__()
+        check_block(in_channels, out_channels, kernel_size, stride, dilation, keep)
+        self.keep = keep
+        self.has_skip = skip and stride == 1 and in_channels == out_channels
+        self.conv_dw = _conv(in_channels, in_channels, kernel_size, stride, dilation, in_channels)
+        self.bn1 = NormAct2d(in_channels, act)
+        self.se = SqueezeExcite(in_channels, se_channels, act) if se_channels else nn.Identity()
+        self.conv_pw = _conv(in_channels, out_channels)
+        self.bn2 = NormAct2d(out_channels, act if pointwise_act else "identity")
+        self.drop_path = DropPath(drop_path_rate)
+
+    @torch.jit.unused
+    def lean(self, x: Tensor) -> Tensor:
+        chain = Chain(self.keep)
+        z = self.excited(chain, chain.conv(x, self.conv_dw), self.bn1, self.conv_pw)
+        chain.end()
+        return self.bn2(z)
+
+    def textbook(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv_pw(self.se(self.bn1(self.conv_dw(x)))))
+        return self.drop_path(y) + x if self.has_skip else y
+
+
+class InvertedResidual(_Block):
+    """1x1 convolution to more channels, depthwise convolution, 1x1 convolution back, each with a norm; a shortcut.
+
+    Args:
+        in_channels, out_channels: C, C'.
+        kernel_size, stride, dilation: of the depthwise convolution; padded to keep the size at stride 1.
+        expansion: how many times C the middle is wide; C * expansion must be a whole number.
+        act: of `NormAct2d`, after the first two norms.
+        skip: add the input where the shapes agree.
+        se_channels: hidden channels of a squeeze-excite before the last convolution; None: none.
+        drop_path_rate: of stochastic depth.
+        keep: of its convolutions' results, "convs" keeps all, "dear" all but the first where they cost at most
+            32 products a number, "inputs" the last alone; the block's input is kept too.
+
+    Raises ValueError for sizes, rates and names that do not exist.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int = 3,
+        stride: int = 1,
+        dilation: int = 1,
+        expansion: float = 6,
+        act: str = "relu6",
+        skip: bool = True,
+        se_channels: int | None = None,
+        drop_path_rate: float = 0.0,
+        keep: str = "convs",
+    ):
+        super().__init__()
+        check_block(in_channels, out_channels, kernel_size, stride, dilation, keep)
+        wide = round(in_channels * expansion)
+        if wide < 1 or abs(wide - in_channels * expansion) > 1e-6:
+            raise ValueError(f"expansion {expansion} of in_channels {in_channels} must give a whole number of channels")
+        self.keep = keep
+        self.has_skip = skip and stride == 1 and in_channels == out_channels
+        self.conv_pw = _conv(in_channels, wide)
+        self.bn1 = NormAct2d(wide, act)
+        self.conv_dw = _conv(wide, wide, kernel_size, stride, dilation, wide)
+        self.bn2 = NormAct2d(wide, act)
+        self.se = SqueezeExcite(wide, se_channels, act) if se_channels else nn.Identity()
+        self.conv_pwl = _conv(wide, out_channels)
+        self.bn3 = NormAct2d(out_channels, "identity")
+        self.drop_path = DropPath(drop_path_rate)
+
+    @torch.jit.unused
+    def lean(self, x: Tensor) -> Tensor:
+        chain = Chain(self.keep)
+        z = chain.conv(chain.norm(chain.conv(x, self.conv_pw), self.bn1), self.conv_dw)
+        z = self.excited(chain, z, self.bn2, self.conv_pwl)
+        chain.end()
+        return self.bn3(z)
+
+    def textbook(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv_dw(self.bn1(self.conv_pw(x))))
+        y = self.bn3(self.conv_pwl(self.se(y)))
+        return self.drop_path(y) + x if self.has_skip else y

@@ -1,0 +1,60 @@
+"""timm's convolutional models made lean: the same parts and weights, in blocks that keep less for the backward pass.
+
+A part stays the object it was, of a subclass of its class, as checkpointed modules do; so weights load either way,
+and features, hooks and deepcopy work as in timm.
+"""
+
+from timm.layers import BatchNormAct2d
+from timm.layers.activations import GELU, HardSwish, Swish
+from timm.models import _efficientnet_blocks as timm_blocks
+from timm.models import convnext as timm_convnext
+from torch import nn
+
+from lean_arch.blocks import ConvNeXtBlock, InvertedResidual, NormAct2d, SeparableConv2d
+from lean_arch.blocks.norm_act import KEEP
+from lean_arch.ops.norm_act.activations import MODULES
+
+MODULES.update({GELU: "gelu", HardSwish: "hardswish", Swish: "silu"})
+
+
+class LeanBatchNormAct2d(NormAct2d, BatchNormAct2d):
+    textbook = BatchNormAct2d.forward
+
+
+class LeanInvertedResidual(InvertedResidual, timm_blocks.InvertedResidual):
+    textbook = timm_blocks.InvertedResidual.forward
+
+
+class LeanDepthwiseSeparableConv(SeparableConv2d, timm_blocks.DepthwiseSeparableConv):
+    textbook = timm_blocks.DepthwiseSeparableConv.forward
+
+
+class LeanConvNeXtBlock(ConvNeXtBlock, timm_convnext.ConvNeXtBlock):
+    textbook = timm_convnext.ConvNeXtBlock.forward
+
+    def runs_lean(self, x):
+        return not self.use_conv_mlp and super().runs_lean(x)
+
+
+LEAN = {
+    timm_convnext.ConvNeXtBlock: LeanConvNeXtBlock,
+    BatchNormAct2d: LeanBatchNormAct2d,
+    timm_blocks.InvertedResidual: LeanInvertedResidual,
+    timm_blocks.DepthwiseSeparableConv: LeanDepthwiseSeparableConv,
+}
+
+
+def make_lean(model: nn.Module, keep: str = "dear") -> nn.Module:
+    """Changes the parts of a timm model in place, those that have a lean form; returns `model`.
+
+    keep: "convs", "dear" or "inputs", as in `lean_arch.blocks.InvertedResidual`. Raises ValueError for another.
+    """
+    if keep not in KEEP:
+        raise ValueError(f"keep {keep!r} is unknown; {', '.join(KEEP)} are known")
+    for module in model.modules():
+        lean = LEAN.get(type(module))
+        if lean is not None:
+            module.__class__ = lean
+            if lean is not LeanBatchNormAct2d:
+                module.keep = keep
+    return model

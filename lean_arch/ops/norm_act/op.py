@@ -1,0 +1,240 @@
+"""BatchNorm, activation and the convolution behind them, keeping for the backward pass nothing but BatchNorm's input.
+
+A textbook block keeps BatchNorm's input, its result and the activation; the latter two follow from the first by a
+multiplication an element. So `activate` hands on a stand-in for the activation, which holds no memory, and `convolve`
+makes the activation from BatchNorm's input, some images at a time, forward and again backward. Even that input need not
+be kept where a `Source` can compute it again.
+
+Keeping only what a neighbour keeps is the idea of In-Place Activated BatchNorm (Rota Bulo et al. 2018, arXiv
+1712.02616), which inverts the activation, and so takes invertible ones alone.
+
+Shapes: x, z (B, C, H, W); weight, bias of a norm (C,); gate and pooled (B, C, 1, 1).
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lean_arch.ops import plain_convolution
+from lean_arch.ops.norm_act import portable
+from lean_arch.ops.norm_act.portable import Norm
+from lean_arch.ops.plain_convolution import Geometry, arithmetic, result_dtype, slices, without_autocast
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How act(norm(z)) is made from z, which may be kept by nobody but a `source`."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    norm: Norm
+    source: "Source | None"
+
+    def activate(self, z: Tensor) -> Tensor:
+        return portable.activate(z, self.weight, self.bias, self.norm)
+
+
+class Activation(NamedTuple):
+    """act(norm(z)) for one convolution.
+
+    stand_in: of its shape, for autograd; values: of the forward pass, kept by nobody; pooled: means over the planes.
+    """
+
+    stand_in: Tensor
+    values: Tensor
+    pooled: Tensor | None
+    recipe: Recipe
+
+
+class Settings(NamedTuple):
+    """Of a BatchNorm and its activation. batch: normalise by the batch's own mean and variance."""
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    batch: bool
+    momentum: float
+    eps: float
+    act: str
+
+
+class Source:
+    """The result z of a convolution that is dropped after the forward pass and computed again in the backward pass."""
+
+    def __init__(self, z: Tensor, x: Tensor | Recipe, weight, bias, geometry: Geometry, gate: Tensor | None):
+        self.value, self.dtype, self.x = z.detach(), z.dtype, x
+        self.arguments = weight, bias, geometry, None if gate is None else gate.detach()
+
+    def get(self) -> Tensor:
+        if self.value is None:
+            with torch.no_grad():
+                x = self.x.activate(self.x.source.get()) if isinstance(self.x, Recipe) else self.x
+                self.value = convolved(x, *self.arguments, self.dtype)
+        return self.value
+
+    def drop(self):
+        self.value = None
+
+
+def statistics(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(mean, rstd) of the batch, (C,) each; the running ones move on by `momentum`, as in nn.BatchNorm2d.
+
+    Raises ValueError where a channel has one value only.
+    """
+    if x.numel() == x.shape[1]:
+        raise ValueError(
+            f"BatchNorm cannot train on an input of shape {tuple(x.shape)}, one value a channel, whose variance is 0: "
+            "take a batch_size above 1, larger images, or eval()"
+        )
+    with torch.no_grad():
+        mean, var = torch.batch_norm_update_stats(x.detach(), running_mean, running_var, momentum)
+        return mean, torch.rsqrt(var + eps)
+
+
+def batch_norm_act(x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings) -> Tensor:
+    """act(norm(x)), (B, C, H, W) in x's dtype, as nn.BatchNorm2d computes it; keeps x alone.
+
+    Raises ValueError where it would train on one value a channel.
+    """
+    values, norm = _first(x, weight, bias, settings)
+    return _Activate.apply(x, weight, bias, norm, values, None, None)[0]
+
+
+def activate(
+    z: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    settings: Settings,
+    pool: bool = False,
+    source: "Source | None" = None,
+) -> Activation:
+    """act(norm(z)) for one `convolve`, and with `pool` its mean over each plane. With `source`, z is not kept.
+
+    Raises ValueError where it would train on one value a channel.
+    """
+    values, norm = _first(z, weight, bias, settings)
+    pooled = values.mean((2, 3), keepdim=True) if pool else None
+    stand_in = z.detach()
+    if source:
+        stand_in = z.new_empty(()).expand(z.shape)
+    stand_in, pooled = _Activate.apply(z, weight, bias, norm, stand_in, pooled, source or True)
+    return Activation(stand_in, values, pooled, Recipe(weight, bias, norm, source))
+
+
+def _first(x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings) -> tuple[Tensor, Norm]:
+    if settings.batch and x.numel() == x.shape[1]:
+        raise ValueError(
+            f"BatchNorm cannot train on an input of shape {tuple(x.shape)}, one value a channel, whose variance is 0: "
+            "take a batch_size above 1, larger images, or eval()"
+        )
+    with torch.no_grad():
+        return portable.forward(x.detach(), weight, bias, *settings)
+
+
+def convolve(
+    x: Tensor | Activation, weight: Tensor, bias: Tensor | None, geometry: Geometry, gate: Tensor | None = None
+) -> Tensor:
+    """conv(x * gate), (B, O, Ho, Wo), in autocast's dtype if it is on; keeps x or what x is made from."""
+    lazy = isinstance(x, Activation)
+    stand_in, values, recipe = (x.stand_in, x.values, x.recipe) if lazy else (x, None, None)
+    return _Convolve.apply(stand_in, gate, weight, bias, geometry, recipe, values)
+
+
+def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, gate: Tensor | None, dtype) -> Tensor:
+    """What `convolve` gives, in `dtype`, for values x."""
+    with without_autocast(x):
+        wide = arithmetic(dtype, x.device)
+        weight, bias = weight.to(wide), None if bias is None else bias.to(wide)
+        out, whole = None, wide == dtype
+        for part in [slice(None)] if whole else slices(x):
+            a = x[part] if gate is None else x[part] * gate[part]
+            y = plain_convolution.forward(a.to(wide), weight, bias, geometry)
+            if whole:
+                return y
+            if out is None:
+                out = y.new_empty(x.shape[0], *y.shape[1:], dtype=dtype)
+                if y.is_contiguous(memory_format=torch.channels_last):
+                    out = out.contiguous(memory_format=torch.channels_last)
+            out[part] = y
+    return out
+
+
+class _Activate(torch.autograd.Function):
+    """(values, pooled), computed before, as functions of x, weight and bias.
+
+    lean: None for values that anybody may see; else they are a stand-in, and x is kept, or is to be had from a Source.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, norm, values, pooled, lean):
+        ctx.source = lean if isinstance(lean, Source) else None
+        ctx.save_for_backward(None if ctx.source else x, weight, bias, norm.mean, norm.rstd)
+        ctx.of, ctx.lean = (norm.batch, norm.act), lean is not None
+        return values.view_as(values), None if pooled is None else pooled.view_as(pooled)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad, pooled_grad):
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        x = ctx.source.get() if ctx.source else x
+        # nobody but `convolve` sees a stand-in, so its gradient is ours to write over
+        into = grad if ctx.lean and grad is not None else torch.empty_like(x)
+        norm = Norm(mean, rstd, *ctx.of)
+        of_x, of_weight, of_bias = portable.backward(grad, pooled_grad, x, weight, bias, norm, into)
+        if ctx.source:
+            ctx.source.drop()
+        of_weight = None if weight is None else of_weight.to(weight.dtype)
+        return of_x, of_weight, None if bias is None else of_bias.to(bias.dtype), None, None, None, None
+
+
+class _Convolve(torch.autograd.Function):
+    """conv(x * gate), where x may stand for what `of` makes."""
+
+    @staticmethod
+    def forward(ctx, x, gate, weight, bias, geometry, of, values):
+        ctx.dtype = result_dtype(x, weight.dtype)
+        ctx.geometry, ctx.of = geometry, of
+        source = of and of.source
+        ctx.save_for_backward(None if source else x, gate, weight, bias)
+        return convolved(x if values is None else values, weight, bias, geometry, gate, ctx.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        x, gate, weight, bias = ctx.saved_tensors
+        of = ctx.of
+        if x is None:
+            x = of.source.get()
+        needs_x, needs_gate, needs_weight, needs_bias = ctx.needs_input_grad[:4]
+        into = torch.empty_like(x) if needs_x else None
+        of_gate = torch.empty_like(gate) if needs_gate else None
+        sums = [None, None]  # gradients of weight and bias
+        with without_autocast(x):
+            wide = arithmetic(ctx.dtype, x.device)
+            wide_weight = weight.to(wide)
+            needs = needs_x or needs_gate, needs_weight, needs_bias
+
+            def differentiate(part: slice):  # its own scope: nothing of a slice outlives it
+                a = x[part] if of is None else of.activate(x[part])
+                gated = a if gate is None else a * gate[part]
+                if gate is None:
+                    del a
+                g, *shares = plain_convolution.backward(
+                    grad[part].to(wide), gated.to(wide), wide_weight, ctx.geometry, needs
+                )
+                del gated
+                for number, (share, parameter) in enumerate(zip(shares, (weight, bias))):
+                    if share is not None:
+                        first = sums[number] is None
+                        sums[number] = share.to(parameter.dtype) if first else sums[number].add_(share)
+                if needs_gate:
+                    of_gate[part] = a.mul_(g).sum((2, 3), keepdim=True)
+                if needs_x:
+                    into[part] = g if gate is None else g.mul_(gate[part])
+
+            for part in slices(x):
+                differentiate(part)
+        return into, of_gate, *sums, None, None, None

@@ -1,0 +1,92 @@
+"""BatchNorm with an activation by PyTorch's operators.
+
+Forward, backward and what is computed again for the latter all run the kernels of nn.BatchNorm2d and of the activation,
+so that the numbers are theirs to the bit; backward, some channels at a time, so that they stay in a cache, and the
+gradient is written where the gradient came in.
+
+Shapes: x (B, C, H, W); mean, rstd, scale (C,), float32 or wider.
+"""
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lean_arch.ops.norm_act.activations import ACTIVATIONS
+from lean_arch.ops.plain_convolution import slices
+
+_native = torch.ops.aten.native_batch_norm
+_native_backward = torch.ops.aten.native_batch_norm_backward
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """What a BatchNorm subtracts and multiplies by. batch: whether mean and rstd are those of the batch itself."""
+
+    mean: Tensor
+    rstd: Tensor
+    batch: bool
+    act: str
+
+    def scale(self, weight: Tensor | None) -> Tensor:
+        return self.rstd if weight is None else self.rstd * weight
+
+
+def forward(x, weight, bias, running_mean, running_var, batch: bool, momentum: float, eps: float, act: str):
+    """(act(norm(x)) in x's dtype, what it subtracted and multiplied by); the running statistics move on."""
+    if batch:
+        result, mean, rstd = _native(x, weight, bias, running_mean, running_var, True, momentum, eps)
+    else:
+        result = F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps)
+        mean, rstd = running_mean, 1 / torch.sqrt(running_var + eps)
+    return ACTIVATIONS[act][0](result), Norm(mean, rstd, batch, act)
+
+
+def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm) -> Tensor:
+    """norm(x) again, to the bit: BatchNorm's kernel multiplies by rstd * weight."""
+    return _affine(x, norm.scale(weight), bias, norm.mean)
+
+
+def _affine(x: Tensor, scale: Tensor, bias: Tensor | None, mean: Tensor) -> Tensor:
+    """(x - mean) * scale + bias in x's dtype, one pass."""
+    return F.batch_norm(x, mean, torch.ones_like(mean), scale, bias, False, 0.0, 0.0)
+
+
+def activate(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm) -> Tensor:
+    """act(norm(x)) again, to the bit."""
+    return ACTIVATIONS[norm.act][0](normalise(x, weight, bias, norm))
+
+
+def backward(
+    grad: Tensor | None,
+    pooled_grad: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: Norm,
+    into: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of (x, weight, bias), the first written to `into`, which may be `grad`.
+
+    grad: of the activation; pooled_grad (B, C, 1, 1): of its mean over each plane; either may be None.
+    """
+    of_weight, of_bias = torch.empty_like(norm.mean), torch.empty_like(norm.mean)
+    for c in slices(x, dim=1, elements=2**17):
+        own = Norm(norm.mean[c], norm.rstd[c], norm.batch, norm.act)
+        w, b = (None if t is None else t[c] for t in (weight, bias))
+        z = x[:, c].contiguous()
+        g = torch.zeros_like(z) if grad is None else grad[:, c].clone(memory_format=torch.contiguous_format)
+        if pooled_grad is not None:
+            g += pooled_grad[:, c] / (x.shape[2] * x.shape[3])
+        g = ACTIVATIONS[norm.act][1](g, normalise(z, w, b, own))
+        if norm.batch:
+            into[:, c], of_weight[c], of_bias[c] = _native_backward(
+                g, z, w, None, None, own.mean, own.rstd, True, 0.0, [True, True, True]
+            )
+        else:  # the kernel would take 1 / sqrt(var + eps) once more, and that rounds
+            _, of_weight[c], of_bias[c] = _native_backward(
+                g, z, w, None, None, own.mean, own.rstd, True, 0.0, [False, True, True]
+            )
+            into[:, c] = g.mul_(own.scale(w)[:, None, None])
+    return into, of_weight, of_bias
