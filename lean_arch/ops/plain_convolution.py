@@ -13,6 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lean_arch.ops.backend import backend_for
+from lean_arch.ops.depthwise import portable
+from lean_arch.ops.depthwise.op import room
+
 
 class Geometry(NamedTuple):
     stride: tuple[int, int]
@@ -58,12 +62,29 @@ def slices(x: Tensor, dim: int = 0, elements: int = 2**19, width: int = 1) -> It
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    if is_depthwise(weight, geometry):
+        if x.is_cuda:
+            return room(backend_for(x.device)).forward(x, weight, bias, *geometry[:3])
+        if x.is_cpu:
+            return portable.convolution(x, weight, bias, *geometry[:3])
     return torch.conv2d(x, weight, bias, *geometry)
 
 
 def backward(grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, needs: tuple[bool, bool, bool]):
     """Gradients of (x, weight, bias), None for those that nobody `needs`."""
     stride, padding, dilation, groups = geometry
-    return torch.ops.aten.convolution_backward(
+    if is_depthwise(weight, geometry) and x.is_cuda:
+        return room(backend_for(x.device)).backward(grad, x, weight, *geometry[:3], needs)
+    others = ()
+    if is_depthwise(weight, geometry) and x.is_cpu:
+        # oneDNN's kernel for the weight is slow; that for x stays, to the bit
+        _, *others = portable.backward(grad, x, weight, stride, padding, dilation, (False, *needs[1:]))
+        needs = needs[0], False, False
+    of_x, *rest = torch.ops.aten.convolution_backward(
         grad, x, weight, [weight.shape[0]], stride, padding, dilation, False, [0, 0], groups, list(needs)
     )
+    return of_x, *(others or rest)
+
+
+def is_depthwise(weight: Tensor, geometry: Geometry) -> bool:
+    return geometry.groups > 1 and geometry.groups == weight.shape[0] and weight.shape[1] == 1

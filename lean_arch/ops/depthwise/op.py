@@ -104,7 +104,8 @@ def _backend(device: torch.device) -> str:
     return backend_for(device)
 
 
-def _room(backend: str):
+def room(backend: str):
+    """The module that holds a backend's `forward` and `backward`."""
     return importlib.import_module(f"lean_arch.ops.depthwise.{ROOMS[backend]}")
 
 
@@ -120,7 +121,7 @@ def _forward(
     backend: str,
 ) -> Tensor:
     with torch.autocast(x.device.type, enabled=False):  # `dtype` has settled that
-        return _room(backend).forward(x, weight, bias, stride, padding, dilation, dtype)
+        return room(backend).forward(x, weight, bias, stride, padding, dilation, dtype)
 
 
 @_forward.register_fake
@@ -141,7 +142,7 @@ def _backward(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.autocast(x.device.type, enabled=False):
-        grads = _room(backend).backward(grad, x, weight, stride, padding, dilation, needs)
+        grads = room(backend).backward(grad, x, weight, stride, padding, dilation, needs)
     return tuple(x.new_empty(0) if g is None else g.to(t.dtype) for g, t in zip(grads, (x, weight, bias)))
 
 
