@@ -77,23 +77,6 @@ class Source:
         self.value = None
 
 
-def statistics(
-    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float, eps: float
-) -> tuple[Tensor, Tensor]:
-    """(mean, rstd) of the batch, (C,) each; the running ones move on by `momentum`, as in nn.BatchNorm2d.
-
-    Raises ValueError where a channel has one value only.
-    """
-    if x.numel() == x.shape[1]:
-        raise ValueError(
-            f"BatchNorm cannot train on an input of shape {tuple(x.shape)}, one value a channel, whose variance is 0: "
-            "take a batch_size above 1, larger images, or eval()"
-        )
-    with torch.no_grad():
-        mean, var = torch.batch_norm_update_stats(x.detach(), running_mean, running_var, momentum)
-        return mean, torch.rsqrt(var + eps)
-
-
 def batch_norm_act(x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings) -> Tensor:
     """act(norm(x)), (B, C, H, W) in x's dtype, as nn.BatchNorm2d computes it; keeps x alone.
 
@@ -130,6 +113,11 @@ def _first(x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Sett
             f"BatchNorm cannot train on an input of shape {tuple(x.shape)}, one value a channel, whose variance is 0: "
             "take a batch_size above 1, larger images, or eval()"
         )
+    for parameter in (weight, bias, settings.running_mean, settings.running_var):
+        if parameter is not None and len(parameter) != x.shape[1]:
+            raise ValueError(
+                f"x {tuple(x.shape)} has {x.shape[1]} channels, but this BatchNorm is made for {len(parameter)}"
+            )
     with torch.no_grad():
         return portable.forward(x.detach(), weight, bias, *settings)
 
@@ -171,18 +159,18 @@ class _Activate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, norm, values, pooled, lean):
         ctx.source = lean if isinstance(lean, Source) else None
-        ctx.save_for_backward(None if ctx.source else x, weight, bias, norm.mean, norm.rstd)
-        ctx.of, ctx.lean = (norm.batch, norm.act), lean is not None
+        ctx.save_for_backward(None if ctx.source else x, weight, bias, norm.mean, norm.rstd, norm.var)
+        ctx.of, ctx.lean = (norm.eps, norm.act), lean is not None
         return values.view_as(values), None if pooled is None else pooled.view_as(pooled)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad, pooled_grad):
-        x, weight, bias, mean, rstd = ctx.saved_tensors
+        x, weight, bias, *statistics = ctx.saved_tensors
         x = ctx.source.get() if ctx.source else x
         # nobody but `convolve` sees a stand-in, so its gradient is ours to write over
         into = grad if ctx.lean and grad is not None else torch.empty_like(x)
-        norm = Norm(mean, rstd, *ctx.of)
+        norm = Norm(*statistics, *ctx.of)
         of_x, of_weight, of_bias = portable.backward(grad, pooled_grad, x, weight, bias, norm, into)
         if ctx.source:
             ctx.source.drop()

@@ -22,11 +22,12 @@ _native_backward = torch.ops.aten.native_batch_norm_backward
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """What a BatchNorm subtracts and multiplies by. batch: whether mean and rstd are those of the batch itself."""
+    """What a BatchNorm subtracts and multiplies by. var: of frozen statistics; None for those of the batch itself."""
 
     mean: Tensor
     rstd: Tensor
-    batch: bool
+    var: Tensor | None
+    eps: float
     act: str
 
     def scale(self, weight: Tensor | None) -> Tensor:
@@ -37,10 +38,11 @@ def forward(x, weight, bias, running_mean, running_var, batch: bool, momentum: f
     """(act(norm(x)) in x's dtype, what it subtracted and multiplied by); the running statistics move on."""
     if batch:
         result, mean, rstd = _native(x, weight, bias, running_mean, running_var, True, momentum, eps)
+        norm = Norm(mean, rstd, None, eps, act)
     else:
         result = F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps)
-        mean, rstd = running_mean, 1 / torch.sqrt(running_var + eps)
-    return ACTIVATIONS[act][0](result), Norm(mean, rstd, batch, act)
+        norm = Norm(running_mean, torch.rsqrt(running_var + eps), running_var, eps, act)
+    return ACTIVATIONS[act][0](result), norm
 
 
 def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm) -> Tensor:
@@ -73,20 +75,14 @@ def backward(
     """
     of_weight, of_bias = torch.empty_like(norm.mean), torch.empty_like(norm.mean)
     for c in slices(x, dim=1, elements=2**17):
-        own = Norm(norm.mean[c], norm.rstd[c], norm.batch, norm.act)
-        w, b = (None if t is None else t[c] for t in (weight, bias))
+        w, b, mean, rstd, var = (None if t is None else t[c] for t in (weight, bias, norm.mean, norm.rstd, norm.var))
         z = x[:, c].contiguous()
         g = torch.zeros_like(z) if grad is None else grad[:, c].clone(memory_format=torch.contiguous_format)
         if pooled_grad is not None:
             g += pooled_grad[:, c] / (x.shape[2] * x.shape[3])
-        g = ACTIVATIONS[norm.act][1](g, normalise(z, w, b, own))
-        if norm.batch:
-            into[:, c], of_weight[c], of_bias[c] = _native_backward(
-                g, z, w, None, None, own.mean, own.rstd, True, 0.0, [True, True, True]
-            )
-        else:  # the kernel would take 1 / sqrt(var + eps) once more, and that rounds
-            _, of_weight[c], of_bias[c] = _native_backward(
-                g, z, w, None, None, own.mean, own.rstd, True, 0.0, [False, True, True]
-            )
-            into[:, c] = g.mul_(own.scale(w)[:, None, None])
+        g = ACTIVATIONS[norm.act][1](g, normalise(z, w, b, Norm(mean, rstd, var, norm.eps, norm.act)))
+        frozen = (None, None) if var is None else (mean, var)
+        into[:, c], of_weight[c], of_bias[c] = _native_backward(
+            g, z, w, *frozen, mean, rstd, var is None, norm.eps, [True, True, True]
+        )
     return into, of_weight, of_bias
