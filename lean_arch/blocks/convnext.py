@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lean_arch.blocks.norm_act import hooked, of_conv, runs_lean
-from lean_arch.blocks.separable import DropPath, check_block
+from lean_arch.blocks.separable import DropPath, check_block, widened
 from lean_arch.ops.norm_act.activations import name_of
 from lean_arch.ops.norm_act.op import convolve
 from lean_arch.ops.norm_mlp import norm_mlp
@@ -52,13 +52,11 @@ class ConvNeXtBlock(nn.Module):
         keep: str = "inputs",
     ):
         super().__init__()
-        check_block(channels, channels, kernel_size, 1, 1, keep)
-        if int(mlp_ratio * channels) < 1:
-            raise ValueError(f"mlp_ratio {mlp_ratio} leaves no hidden channel of {channels}; 4 is usual")
+        check_block(kernel_size, keep, channels=channels)
         self.keep = keep
         self.conv_dw = nn.Conv2d(channels, channels, kernel_size, padding=kernel_size // 2, groups=channels)
         self.norm = nn.LayerNorm(channels, eps=1e-6)
-        self.mlp = Mlp(channels, int(mlp_ratio * channels))
+        self.mlp = Mlp(channels, widened(channels, mlp_ratio=mlp_ratio))
         self.gamma = None if layer_scale is None else nn.Parameter(torch.full((channels,), float(layer_scale)))
         self.shortcut, self.drop_path = nn.Identity(), DropPath(drop_path_rate)
 
@@ -76,25 +74,23 @@ class ConvNeXtBlock(nn.Module):
     @torch.jit.unused
     def runs_lean(self, x: Tensor) -> bool:
         norm, mlp = self.norm, self.mlp
+        pays = runs_lean(x, self.conv_dw)
         known = isinstance(norm, nn.LayerNorm) and norm.bias is not None and name_of(mlp.act) is not None
-        layers = all(type(layer) is nn.Linear and layer.bias is not None for layer in (mlp.fc1, mlp.fc2))
-        quiet = not any(hooked(part) for part in (norm, mlp, *mlp.children()))
-        return known and layers and quiet and not _drops(mlp) and runs_lean(x, self.conv_dw)
+        layers = all(type(m) in (nn.Linear, nn.Conv2d) and m.bias is not None for m in (mlp.fc1, mlp.fc2))
+        return pays and known and layers and not (hooked(norm) or hooked(mlp)) and _is_plain(mlp)
 
     @torch.jit.unused
     def lean(self, x: Tensor) -> Tensor:
         z = convolve(x, *of_conv(self.conv_dw)).permute(0, 2, 3, 1)
-        weight, bias = self.mlp.fc2.weight, self.mlp.fc2.bias
-        if self.gamma is not None:  # folded in, or its gradient would need the second layer's result
-            weight, bias = weight * self.gamma[:, None], bias * self.gamma
         y = norm_mlp(
             z.reshape(-1, z.shape[-1]),
             self.norm.weight,
             self.norm.bias,
-            self.mlp.fc1.weight,
+            self.mlp.fc1.weight.flatten(1),  # timm's small models have 1x1 convolutions instead
             self.mlp.fc1.bias,
-            weight,
-            bias,
+            self.mlp.fc2.weight.flatten(1),
+            self.mlp.fc2.bias,
+            self.gamma,
             self.norm.eps,
             name_of(self.mlp.act),
             self.keep == "convs",
@@ -105,7 +101,7 @@ class ConvNeXtBlock(nn.Module):
         return f"keep={self.keep!r}"
 
 
-def _drops(mlp: nn.Module) -> bool:
-    """Whether timm's Mlp drops or normalises in between."""
-    drops = any(isinstance(m, nn.Dropout) and m.p > 0 for m in mlp.children())
-    return drops or not isinstance(getattr(mlp, "norm", None), nn.Identity | None)
+def _is_plain(mlp: nn.Module) -> bool:
+    """Whether there is nothing between its layers that does anything: timm's may drop or normalise."""
+    others = (part for name, part in mlp.named_children() if name not in ("fc1", "act", "fc2"))
+    return all(isinstance(part, nn.Identity) or (isinstance(part, nn.Dropout) and part.p == 0) for part in others)

@@ -7,9 +7,12 @@ that form.
 Shapes: x (B, C, H, W).
 """
 
+from types import FunctionType
+
 import torch
 from torch import Tensor, nn
 
+from lean_arch.blocks.sizes import check_whole
 from lean_arch.ops.norm_act.activations import MODULES, name_of
 from lean_arch.ops.norm_act.op import Activation, Settings, Source, activate, batch_norm_act, convolve
 from lean_arch.ops.plain_convolution import Geometry
@@ -26,6 +29,11 @@ def activation(name: str) -> nn.Module:
     return modules[name]()
 
 
+def renamed(function: FunctionType, name: str) -> FunctionType:
+    """The same function: TorchScript takes a method's own name, and a class can have but one `forward`."""
+    return FunctionType(function.__code__, function.__globals__, name, function.__defaults__, function.__closure__)
+
+
 class NormAct2d(nn.BatchNorm2d):
     """BatchNorm2d, then an activation; keeps its input alone. Parameters and buffers are nn.BatchNorm2d's.
 
@@ -34,40 +42,71 @@ class NormAct2d(nn.BatchNorm2d):
         act: "identity", "relu", "relu6", "silu", "gelu" or "hardswish".
         kwargs: as nn.BatchNorm2d (eps, momentum, affine, track_running_stats).
 
-    Raises ValueError for another act, and in training for one value a channel.
+    Raises ValueError for another act, for an input of other channels, and in training for one value a channel.
     """
 
     def __init__(self, channels: int, act: str = "relu", **kwargs):
+        check_whole(1, channels=channels)
         super().__init__(channels, **kwargs)
         self.act = activation(act)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C, H, W)."""
-        return self.textbook(x) if torch.jit.is_scripting() or not runs_lean(x, self) else self.lean(x)
+        if torch.jit.is_scripting() or not self.runs_lean(x):
+            return self.textbook(x)
+        return self.lean(x)
+
+    @torch.jit.unused
+    def runs_lean(self, x: Tensor) -> bool:
+        return runs_lean(x, self)
 
     @torch.jit.unused
     def lean(self, x: Tensor) -> Tensor:
         return batch_norm_act(x, self.weight, self.bias, settings_of(self))
 
+    _norm = renamed(nn.BatchNorm2d.forward, "_norm")
+
     def textbook(self, x: Tensor) -> Tensor:
-        return self.act(super().forward(x))
+        return self.act(self._norm(x))
 
 
-@torch.jit.unused
 def runs_lean(x: Tensor, *modules: nn.Module) -> bool:
-    """Whether the modules, convolutions and norms, are such that the lean form gives their numbers, and pays."""
+    """Whether the modules, convolutions and norms, are such that the lean form gives their numbers, and pays.
+
+    Raises ValueError where x is nothing that the first of them takes.
+    """
     if torch.jit.is_tracing() or torch.compiler.is_compiling() or not isinstance(x, Tensor):
         return False
-    if not torch.is_grad_enabled() or x.dim() != 4 or torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
+    _check_maps(x, modules[0])
+    if not torch.is_grad_enabled() or x.numel() == 0:
         return False
     return all(map(_is_plain, modules)) and (
         x.requires_grad or any(p.requires_grad for module in modules for p in module.parameters())
     )
 
 
+def _check_maps(x: Tensor, first: nn.Module):
+    if isinstance(first, nn.Conv2d):
+        channels, mixes = first.in_channels, torch.is_autocast_enabled(x.device.type)
+    elif isinstance(first, nn.BatchNorm2d):
+        channels, mixes = first.num_features, True
+    else:
+        return
+    if x.dim() != 4 or x.shape[1] != channels:
+        raise ValueError(f"x must be (B, {channels}, H, W), got {tuple(x.shape)}")
+    dtype = x.dtype if first.weight is None else first.weight.dtype
+    alike = x.dtype == dtype or (mixes and torch.float64 not in (x.dtype, dtype))
+    if not (alike and x.is_floating_point()):
+        raise ValueError(f"x is {x.dtype}, but the weights are {dtype}; x.to({dtype}) works")
+
+
 def hooked(module: nn.Module) -> bool:
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks)
+    """Whether somebody listens to the module or to a part of it."""
+    return any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in module.modules()
+    )
 
 
 def _is_plain(module: nn.Module) -> bool:

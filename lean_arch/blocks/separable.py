@@ -6,10 +6,12 @@ MobileNets (Howard et al. 2017, arXiv 1704.04861), MobileNetV2 (Sandler et al. 2
 Shapes: x (B, C, H, W); wide, C * expansion channels.
 """
 
+from numbers import Real
+
 import torch
 from torch import Tensor, nn
 
-from lean_arch.blocks.norm_act import KEEP, Chain, NormAct2d, activation, runs_lean
+from lean_arch.blocks.norm_act import KEEP, Chain, NormAct2d, activation, hooked, runs_lean
 from lean_arch.blocks.sizes import check_share, check_whole
 
 
@@ -25,7 +27,7 @@ class DropPath(nn.Module):
         if not self.training or self.rate == 0:
             return x
         kept = 1 - self.rate
-        return x * x.new_empty(x.shape[0], *[1] * (x.dim() - 1)).bernoulli_(kept).div_(kept)
+        return x * x.new_empty([x.shape[0]] + [1] * (x.dim() - 1)).bernoulli_(kept).div_(kept)
 
 
 class SqueezeExcite(nn.Module):
@@ -39,12 +41,13 @@ class SqueezeExcite(nn.Module):
 
     def __init__(self, channels: int, reduced: int, act: str = "relu", gate: type[nn.Module] = nn.Sigmoid):
         super().__init__()
+        check_whole(1, channels=channels, se_channels=reduced)
         self.conv_reduce, self.conv_expand = nn.Conv2d(channels, reduced, 1), nn.Conv2d(reduced, channels, 1)
         self.act1, self.gate = activation(act), gate()
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C, H, W)."""
-        return x * gate_of(self, x.mean((2, 3), keepdim=True))
+        return x * self.gate(self.conv_expand(self.act1(self.conv_reduce(x.mean((2, 3), keepdim=True)))))
 
 
 def gate_of(se: nn.Module, pooled: Tensor) -> Tensor:
@@ -56,15 +59,29 @@ def _conv(inputs: int, outputs: int, kernel_size=1, stride=1, dilation=1, groups
     return nn.Conv2d(inputs, outputs, kernel_size, stride, dilation * (kernel_size // 2), dilation, groups, bias=False)
 
 
-def check_block(in_channels: int, out_channels: int, kernel_size: int, stride: int, dilation: int, keep: str):
+def check_block(kernel_size: int, keep: str, **sizes: int):
     """Raises ValueError for what no block can be made of."""
-    check_whole(
-        1, in_channels=in_channels, out_channels=out_channels, kernel_size=kernel_size, stride=stride, dilation=dilation
-    )
+    check_whole(1, kernel_size=kernel_size, **sizes)
     if kernel_size % 2 == 0:
         raise ValueError(f"kernel_size must be odd, got {kernel_size}")
     if keep not in KEEP:
         raise ValueError(f"keep {keep!r} is unknown; {', '.join(KEEP)} are known")
+
+
+def widened(channels: int, **ratio: float) -> int:
+    """channels * ratio. Raises ValueError unless that is a whole number, 1 or more."""
+    ((name, value),) = ratio.items()
+    wide = channels * value if isinstance(value, Real) else 0
+    if not 0.5 < wide < 2**31 or abs(round(wide) - wide) > 1e-6:
+        raise ValueError(f"{name} {value!r} must give a whole number of channels, 1 or more, of {channels}")
+    return round(wide)
+
+
+class SyncNormAct(nn.SyncBatchNorm):
+    """What nn.SyncBatchNorm.convert_sync_batchnorm makes of a NormAct2d in a block: its activation stays with it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(super().forward(x))
 
 
 class _Block(nn.Module):
@@ -77,13 +94,18 @@ class _Block(nn.Module):
         y = self.lean(x)
         return self.drop_path(y) + x if self.has_skip else y
 
+    def add_module(self, name: str, module: nn.Module):
+        if type(module) is nn.SyncBatchNorm and hasattr(module, "act"):
+            module.__class__ = SyncNormAct
+        super().add_module(name, module)
+
     @torch.jit.unused
     def runs_lean(self, x: Tensor) -> bool:
         parts = dict(self.named_children())
         se = parts.pop("se")
-        excites = isinstance(se, nn.Identity) or (hasattr(se, "conv_reduce") and not se._forward_hooks)
+        excites = isinstance(se, nn.Identity) or (hasattr(se, "conv_reduce") and not hooked(se))
         parts.pop("drop_path")
-        return excites and runs_lean(x, *parts.values())
+        return runs_lean(x, *parts.values()) and excites
 
     def excited(self, chain: Chain, z: Tensor, norm: nn.BatchNorm2d, conv: nn.Conv2d) -> Tensor:
         """norm, activation, squeeze-excite if there is one, and the 1x1 convolution behind."""
@@ -127,12 +149,14 @@ class SeparableConv2d(_Block):
         keep: str = "convs",
     ):
         super().__init__()
-        check_block(in_channels, out_channels, kernel_size, stride, dilation, keep)
+        check_block(
+            kernel_size, keep, in_channels=in_channels, out_channels=out_channels, stride=stride, dilation=dilation
+        )
         self.keep = keep
         self.has_skip = skip and stride == 1 and in_channels == out_channels
         self.conv_dw = _conv(in_channels, in_channels, kernel_size, stride, dilation, in_channels)
         self.bn1 = NormAct2d(in_channels, act)
-        self.se = SqueezeExcite(in_channels, se_channels, act) if se_channels else nn.Identity()
+        self.se = SqueezeExcite(in_channels, se_channels, act) if se_channels is not None else nn.Identity()
         self.conv_pw = _conv(in_channels, out_channels)
         self.bn2 = NormAct2d(out_channels, act if pointwise_act else "identity")
         self.drop_path = DropPath(drop_path_rate)
@@ -181,17 +205,17 @@ class InvertedResidual(_Block):
         keep: str = "convs",
     ):
         super().__init__()
-        check_block(in_channels, out_channels, kernel_size, stride, dilation, keep)
-        wide = round(in_channels * expansion)
-        if wide < 1 or abs(wide - in_channels * expansion) > 1e-6:
-            raise ValueError(f"expansion {expansion} of in_channels {in_channels} must give a whole number of channels")
+        check_block(
+            kernel_size, keep, in_channels=in_channels, out_channels=out_channels, stride=stride, dilation=dilation
+        )
+        wide = widened(in_channels, expansion=expansion)
         self.keep = keep
         self.has_skip = skip and stride == 1 and in_channels == out_channels
         self.conv_pw = _conv(in_channels, wide)
         self.bn1 = NormAct2d(wide, act)
         self.conv_dw = _conv(wide, wide, kernel_size, stride, dilation, wide)
         self.bn2 = NormAct2d(wide, act)
-        self.se = SqueezeExcite(wide, se_channels, act) if se_channels else nn.Identity()
+        self.se = SqueezeExcite(wide, se_channels, act) if se_channels is not None else nn.Identity()
         self.conv_pwl = _conv(wide, out_channels)
         self.bn3 = NormAct2d(out_channels, "identity")
         self.drop_path = DropPath(drop_path_rate)

@@ -11,29 +11,26 @@ from timm.models import convnext as timm_convnext
 from torch import nn
 
 from lean_arch.blocks import ConvNeXtBlock, InvertedResidual, NormAct2d, SeparableConv2d
-from lean_arch.blocks.norm_act import KEEP
+from lean_arch.blocks.norm_act import KEEP, renamed
 from lean_arch.ops.norm_act.activations import MODULES
 
 MODULES.update({GELU: "gelu", HardSwish: "hardswish", Swish: "silu"})
 
 
 class LeanBatchNormAct2d(NormAct2d, BatchNormAct2d):
-    textbook = BatchNormAct2d.forward
+    textbook = renamed(BatchNormAct2d.forward, "textbook")
 
 
 class LeanInvertedResidual(InvertedResidual, timm_blocks.InvertedResidual):
-    textbook = timm_blocks.InvertedResidual.forward
+    textbook = renamed(timm_blocks.InvertedResidual.forward, "textbook")
 
 
 class LeanDepthwiseSeparableConv(SeparableConv2d, timm_blocks.DepthwiseSeparableConv):
-    textbook = timm_blocks.DepthwiseSeparableConv.forward
+    textbook = renamed(timm_blocks.DepthwiseSeparableConv.forward, "textbook")
 
 
 class LeanConvNeXtBlock(ConvNeXtBlock, timm_convnext.ConvNeXtBlock):
-    textbook = timm_convnext.ConvNeXtBlock.forward
-
-    def runs_lean(self, x):
-        return not self.use_conv_mlp and super().runs_lean(x)
+    textbook = renamed(timm_convnext.ConvNeXtBlock.forward, "textbook")
 
 
 LEAN = {

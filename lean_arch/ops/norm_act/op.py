@@ -67,7 +67,9 @@ class Source:
         self.arguments = weight, bias, geometry, None if gate is None else gate.detach()
 
     def get(self) -> Tensor:
+        """In a backward pass, which drops it at its end if nobody did before."""
         if self.value is None:
+            torch.autograd.Variable._execution_engine.queue_callback(self.drop)
             with torch.no_grad():
                 x = self.x.activate(self.x.source.get()) if isinstance(self.x, Recipe) else self.x
                 self.value = convolved(x, *self.arguments, self.dtype)
