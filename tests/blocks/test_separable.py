@@ -16,7 +16,7 @@ from lean_arch.blocks import InvertedResidual, NormAct2d, SeparableConv2d
 from lean_arch.blocks.norm_act import KEEP
 from lean_arch.ops.norm_act import reference
 from tests.blocks.twins import assert_alike, compare, maps, relative_error, scattered, step, textbook
-from tests.ruler import peak_bytes
+from tests.ruler import allocations, peak_bytes
 
 NEAR = ("conv_dw.weight",)  # by another kernel than PyTorch's
 BLOCKS = {
@@ -328,6 +328,52 @@ def test_checkpointed(keep):
     assert_alike(*({k: t for k, t in d.items() if "grad" in k or k == "y"} for d in (got, want)))
 
 
+@each_keep
+def test_checkpointed_blocks_keep_nothing(keep):
+    """Of two blocks checkpointed as one, not even what the first hands to the second."""
+    blocks = nn.Sequential(*(InvertedResidual(8, 8, expansion=4, keep=keep) for _ in range(2)))
+    x, results = maps(4, 8, 32, 32), []
+    run = functools.partial(torch.utils.checkpoint.checkpoint, blocks, use_reentrant=False)
+    assert sum(allocations(lambda: results.append(run(x)))) <= 1.2 * x.nbytes
+
+
+@each_keep
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", ["conv_pw.weight", "bn1.weight", "bn1.running_mean", "conv_dw.weight", "bn2.bias"])
+def test_what_was_written_over_is_refused(name, frozen, keep):
+    """Where it is needed again: between the passes, of a block that is frozen up to there or not."""
+    block = build("inverted", keep).eval()
+    x = maps_for(block).requires_grad_(not frozen)
+    if frozen:
+        block.requires_grad_(False).conv_pwl.requires_grad_(True)
+    want = torch.autograd.grad(block(x).square().sum(), block.conv_pwl.weight)[0]
+    loss = block(x).square().sum()
+    with torch.no_grad():
+        block.get_parameter(name).mul_(1.5) if "running" not in name else block.get_buffer(name).mul_(1.5)
+    try:
+        (got,) = torch.autograd.grad(loss, block.conv_pwl.weight)
+    except RuntimeError as refusal:
+        assert "modified by an inplace operation" in str(refusal)  # noqa: PT017
+    else:
+        assert torch.equal(got, want)
+        assert keep == "convs"
+        assert name != "bn2.bias"
+
+
+def test_data_parallel(tmp_path):
+    """One process of it: gradients as without, and hooks of its own."""
+    import torch.distributed as dist
+
+    block = build("inverted, excited")
+    want = step(copy.deepcopy(block), maps_for(block))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        got = step(nn.parallel.DistributedDataParallel(block), maps_for(block))
+    finally:
+        dist.destroy_process_group()
+    assert_alike({name.replace("module.", ""): t for name, t in got.items()}, want)
+
+
 def test_a_batch_of_none():
     assert build("inverted")(torch.randn(0, 6, 5, 4)).shape == (0, 6, 5, 4)
 
@@ -355,7 +401,7 @@ def test_nothing_computed_again_outlives_the_backward_pass(wanted, frozen, monke
     y = block(x)
     torch.autograd.grad(y.sum(), parameter, retain_graph=True)
     assert len(sources) == 2
-    assert [source.value for source in sources] == [None, None]
+    assert [source.memo for source in sources] == [[], []]
 
 
 def kept_bytes(run):

@@ -11,7 +11,10 @@ Keeping only what a neighbour keeps is the idea of In-Place Activated BatchNorm 
 Shapes: x, z (B, C, H, W); weight, bias of a norm (C,); gate and pooled (B, C, 1, 1).
 """
 
+import copy
 import dataclasses
+from collections.abc import Iterator
+from itertools import islice, repeat
 from typing import NamedTuple
 
 import torch
@@ -34,6 +37,15 @@ class Recipe:
 
     def activate(self, z: Tensor) -> Tensor:
         return portable.activate(z, self.weight, self.bias, self.norm)
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        norm, source = self.norm, self.source
+        return self.weight, self.bias, norm.mean, norm.rstd, norm.var, *(source.tensors() if source else ())
+
+    def made_of(self, tensors: Iterator[Tensor | None]) -> "Recipe":
+        weight, bias, mean, rstd, var = islice(tensors, 5)
+        norm = dataclasses.replace(self.norm, mean=mean, rstd=rstd, var=var)
+        return Recipe(weight, bias, norm, self.source and self.source.made_of(tensors))
 
 
 class Activation(NamedTuple):
@@ -60,23 +72,37 @@ class Settings(NamedTuple):
 
 
 class Source:
-    """The result z of a convolution that is dropped after the forward pass and computed again in the backward pass."""
+    """The result z of a convolution that is dropped after the forward pass and computed again in the backward pass.
+
+    A graph keeps it without its `tensors`, which it saves as autograd's own, and makes it of those again: so they are
+    offloaded, checkpointed, and refused where somebody wrote over them.
+    """
 
     def __init__(self, z: Tensor, x: Tensor | Recipe, weight, bias, geometry: Geometry, gate: Tensor | None):
-        self.value, self.dtype, self.x = z.detach(), z.dtype, x
-        self.arguments = weight, bias, geometry, None if gate is None else gate.detach()
+        self.memo, self.dtype, self.geometry, self.x = [z.detach()], z.dtype, geometry, x
+        self.arguments = tuple(None if t is None else t.detach() for t in (weight, bias, gate))
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return *(self.x.tensors() if isinstance(self.x, Recipe) else (self.x,)), *self.arguments
+
+    def made_of(self, tensors: Iterator[Tensor | None]) -> "Source":
+        other = copy.copy(self)  # of the same memo
+        other.x = self.x.made_of(tensors) if isinstance(self.x, Recipe) else next(tensors)
+        other.arguments = tuple(islice(tensors, 3))
+        return other
 
     def get(self) -> Tensor:
         """In a backward pass, which drops it at its end if nobody did before."""
-        if self.value is None:
+        if not self.memo:
             torch.autograd.Variable._execution_engine.queue_callback(self.drop)
             with torch.no_grad():
                 x = self.x.activate(self.x.source.get()) if isinstance(self.x, Recipe) else self.x
-                self.value = convolved(x, *self.arguments, self.dtype)
-        return self.value
+                weight, bias, gate = self.arguments
+                self.memo.append(convolved(x, weight, bias, self.geometry, gate, self.dtype))
+        return self.memo[0]
 
     def drop(self):
-        self.value = None
+        self.memo.clear()
 
 
 def batch_norm_act(x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings) -> Tensor:
@@ -160,22 +186,25 @@ class _Activate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, norm, values, pooled, lean):
-        ctx.source = lean if isinstance(lean, Source) else None
-        ctx.save_for_backward(None if ctx.source else x, weight, bias, norm.mean, norm.rstd, norm.var)
+        source = lean if isinstance(lean, Source) else None
+        ctx.source = source and source.made_of(repeat(None))
+        kept = source.tensors() if source else (x,)
+        ctx.save_for_backward(weight, bias, norm.mean, norm.rstd, norm.var, *kept)
         ctx.of, ctx.lean = (norm.eps, norm.act), lean is not None
         return values.view_as(values), None if pooled is None else pooled.view_as(pooled)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad, pooled_grad):
-        x, weight, bias, *statistics = ctx.saved_tensors
-        x = ctx.source.get() if ctx.source else x
+        weight, bias, mean, rstd, var, *kept = ctx.saved_tensors
+        source = ctx.source and ctx.source.made_of(iter(kept))
+        x = source.get() if source else kept[0]
         # nobody but `convolve` sees a stand-in, so its gradient is ours to write over
         into = grad if ctx.lean and grad is not None else torch.empty_like(x)
-        norm = Norm(*statistics, *ctx.of)
+        norm = Norm(mean, rstd, var, *ctx.of)
         of_x, of_weight, of_bias = portable.backward(grad, pooled_grad, x, weight, bias, norm, into)
-        if ctx.source:
-            ctx.source.drop()
+        if source:
+            source.drop()
         of_weight = None if weight is None else of_weight.to(weight.dtype)
         return of_x, of_weight, None if bias is None else of_bias.to(bias.dtype), None, None, None, None
 
@@ -186,16 +215,15 @@ class _Convolve(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gate, weight, bias, geometry, of, values):
         ctx.dtype = result_dtype(x, weight.dtype)
-        ctx.geometry, ctx.of = geometry, of
-        source = of and of.source
-        ctx.save_for_backward(None if source else x, gate, weight, bias)
+        ctx.geometry, ctx.of = geometry, of and of.made_of(repeat(None))
+        ctx.save_for_backward(None if of and of.source else x, gate, weight, bias, *(of.tensors() if of else ()))
         return convolved(x if values is None else values, weight, bias, geometry, gate, ctx.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        x, gate, weight, bias = ctx.saved_tensors
-        of = ctx.of
+        x, gate, weight, bias, *kept = ctx.saved_tensors
+        of = ctx.of and ctx.of.made_of(iter(kept))
         if x is None:
             x = of.source.get()
         needs_x, needs_gate, needs_weight, needs_bias = ctx.needs_input_grad[:4]
