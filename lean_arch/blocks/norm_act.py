@@ -89,7 +89,7 @@ def runs_lean(x: Tensor, *modules: nn.Module) -> bool:
 
 def _check_maps(x: Tensor, first: nn.Module):
     if isinstance(first, nn.Conv2d):
-        channels, mixes = first.in_channels, torch.is_autocast_enabled(x.device.type)
+        channels, mixes = first.in_channels, torch.is_autocast_enabled("cpu" if x.is_meta else x.device.type)
     elif isinstance(first, nn.BatchNorm2d):
         channels, mixes = first.num_features, True
     else:

@@ -374,6 +374,14 @@ def test_data_parallel(tmp_path):
     assert_alike({name.replace("module.", ""): t for name, t in got.items()}, want)
 
 
+def test_without_data():
+    block = build("inverted, excited").to("meta")
+    y = block(torch.empty(2, 6, 5, 4, device="meta"))
+    y.sum().backward()
+    assert y.shape == (2, 6, 5, 4)
+    assert block.conv_dw.weight.grad.is_meta
+
+
 def test_a_batch_of_none():
     assert build("inverted")(torch.randn(0, 6, 5, 4)).shape == (0, 6, 5, 4)
 
