@@ -24,6 +24,12 @@ TWINS = {  # of the same sizes in timm
     "lean_vit_small": "vit_small_patch16_224",
     "lean_vit_base": "vit_base_patch16_224",
     "lean_vit_large": "vit_large_patch16_224",
+    "lean_mobilenetv1": "mobilenetv1_100",
+    "lean_mobilenetv2": "mobilenetv2_100",
+    "lean_mobilenetv3_small": "mobilenetv3_small_100",
+    "lean_mobilenetv3_large": "mobilenetv3_large_100",
+    **{f"lean_efficientnet_b{n}": f"efficientnet_b{n}" for n in range(5)},
+    **{f"lean_convnext_{size}": f"convnext_{size}" for size in ("atto", "tiny", "small", "base")},
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -47,14 +53,17 @@ def step_bytes(step, model, images, labels):
     return measure(step, model, images, labels).peak_bytes - held
 
 
-def variants(arch, **options):
+def variants(arch, img_size, **options):
     """name -> model in training mode."""
     twin = TWINS[arch]
+    if arch.startswith("lean_vit"):
+        options["img_size"] = img_size
     plain, checkpointed = timm.create_model(twin, **options), timm.create_model(twin, **options)
     checkpointed.set_grad_checkpointing()
-    lean, stored = lean_arch.create_model(arch, **options), lean_arch.create_model(arch, **options)
-    stored.set_reversible(False)
-    models = {twin: plain, f"{twin} checkpointed": checkpointed, arch: lean, f"{arch} stored": stored}
+    models = {twin: plain, f"{twin} checkpointed": checkpointed, arch: lean_arch.create_model(arch, **options)}
+    if hasattr(models[arch], "set_reversible"):
+        models[f"{arch} stored"] = lean_arch.create_model(arch, **options)
+        models[f"{arch} stored"].set_reversible(False)
     return {name: model.train() for name, model in models.items()}
 
 
@@ -92,7 +101,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", default="lean_vit_small", help="shell pattern")
     parser.add_argument("--batch_size", type=int, default=8)
-    parser.add_argument("--img_size", type=int, default=224)
+    parser.add_argument("--img_size", type=int, nargs="+", default=[224])
     parser.add_argument("--precision", choices=DTYPES, nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -102,8 +111,8 @@ def main():
     if not archs:
         parser.error(f"arch {args.arch!r} matches none of {', '.join(TWINS)}")
     rows = []
-    for arch, precision in itertools.product(archs, args.precision):
-        for row in compare(arch, args.batch_size, args.img_size, precision, args.rounds, args.device):
+    for arch, size, precision in itertools.product(archs, args.img_size, args.precision):
+        for row in compare(arch, args.batch_size, size, precision, args.rounds, args.device):
             print(row, flush=True)
             rows.append(row)
         write_rows("memory", rows, args.csv)  # what is measured stays, should a later one run out of memory
