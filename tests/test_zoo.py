@@ -39,6 +39,7 @@ MILLION_PARAMETERS = {  # those for images: of the papers' models of the same si
     "lean_reformer_tiny": 0.79,
     "lean_reformer_small": 36.39,
     "lean_reformer_base": 145.20,
+    "lean_revnet": 5.21,
     "lean_vit": 5.72,
     "lean_vit_tiny": 5.72,
     "lean_vit_small": 22.05,

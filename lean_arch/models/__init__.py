@@ -13,6 +13,7 @@ from lean_arch.models import (
     lean_longformer,
     lean_mobilenet,
     lean_reformer,
+    lean_revnet,
     lean_vit,
 )
 from lean_arch.registry import SEQUENCE_MODELS, unknown
@@ -27,6 +28,7 @@ __all__ = [
     "lean_longformer",
     "lean_mobilenet",
     "lean_reformer",
+    "lean_revnet",
     "lean_vit",
     "list_models",
 ]
