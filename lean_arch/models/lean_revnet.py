@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from timm.layers import ClassifierHead
+from timm.layers import ClassifierHead, register_notrace_module
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-from timm.models._efficientnet_builder import efficientnet_init_weights
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
@@ -22,6 +21,8 @@ from lean_arch.blocks.separable import DropPath
 from lean_arch.blocks.sizes import check_share, check_whole
 
 __all__ = ["LeanRevNet"]
+
+register_notrace_module(NormAct2d)  # BatchNorm looks at its input's shape, which torch.fx does not know
 
 STAGES = 4
 EXPANSION = 4
@@ -69,6 +70,7 @@ class LeanRevNet(nn.Module):
         in_chans, num_classes, global_pool, drop_rate: as timm's models; drop_rate is the classifier's dropout.
         drop_path_rate: of stochastic depth in the last pair; rises evenly from 0 in the first.
         act: of `NormAct2d`.
+        device, dtype: of the parameters; None: torch's defaults.
 
     Raises ValueError for sizes, rates and names that do not exist.
     """
@@ -83,6 +85,8 @@ class LeanRevNet(nn.Module):
         drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         act: str = "relu",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         _check_stages(depths=depths, widths=widths)
@@ -93,6 +97,7 @@ class LeanRevNet(nn.Module):
         check_whole(0, num_classes=num_classes)
         check_share(drop_rate=drop_rate, drop_path_rate=drop_path_rate)
 
+        self.in_chans = in_chans
         self.num_classes = num_classes
         self.num_features = widths[-1]
         pairs = sum(depths)
@@ -108,7 +113,7 @@ class LeanRevNet(nn.Module):
         self.norm = NormAct2d(self.num_features, act)
         self.head = ClassifierHead(self.num_features, num_classes, pool_type=global_pool, drop_rate=drop_rate)
         self.head_hidden_size = self.head.num_features
-        efficientnet_init_weights(self)
+        self.to(device=device, dtype=dtype)
 
     @torch.jit.ignore
     def set_reversible(self, enabled: bool) -> None:
