@@ -139,7 +139,8 @@ class LeanRevNet(nn.Module):
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Another classifier, and another pooling unless None."""
         self.num_classes = num_classes
-        self.head.reset(num_classes, pool_type=global_pool)
+        weight = self.stem.weight
+        self.head.reset(num_classes, pool_type=global_pool, device=weight.device, dtype=weight.dtype)
         self.head_hidden_size = self.head.num_features
 
     def forward_features(self, x: Tensor) -> Tensor:
