@@ -47,17 +47,8 @@ class RevStage(nn.Module):
         return torch.cat((y1, y2), 1)
 
 
-class Residual(InvertedResidual):
-    """Rounds alike with and without gradients, so that under autocast a replay gives the forward pass's own numbers."""
-
-    @torch.jit.unused
-    def runs_lean(self, x: Tensor) -> bool:
-        with torch.enable_grad():  # a reversible forward pass has none, its replay has
-            return super().runs_lean(x.detach().requires_grad_() if isinstance(x, Tensor) else x)
-
-
 def _residual(width: int, drop_path_rate: float, act: str) -> nn.Sequential:
-    block = Residual(width, width, expansion=EXPANSION, act=act, skip=False)
+    block = InvertedResidual(width, width, expansion=EXPANSION, act=act, skip=False)
     return nn.Sequential(block, DropPath(drop_path_rate))  # the shortcut is the stack's, and so is what to drop
 
 
