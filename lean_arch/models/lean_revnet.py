@@ -49,6 +49,7 @@ class RevStage(nn.Module):
 
 def _residual(width: int, drop_path_rate: float, act: str) -> nn.Sequential:
     block = InvertedResidual(width, width, expansion=EXPANSION, act=act, skip=False)
+    nn.init.zeros_(block.bn3.weight)  # a stage begins as the identity, which trains faster
     return nn.Sequential(block, DropPath(drop_path_rate))  # the shortcut is the stack's, and so is what to drop
 
 
