@@ -12,6 +12,8 @@ import torch
 from lean_arch.memory.allocator import mark, recording
 from lean_arch.ops import linear_cross_entropy, lsh_attention, sparse_attention  # noqa: F401 (make the operators)
 from lean_arch.ops.attention import lsh, portable
+from lean_arch.ops.attention.op import products_bytes
+from lean_arch.ops.attention.problem import arithmetic
 from lean_arch.ops.linear_cross_entropy import portable as cross_entropy
 from lean_arch.ops.pattern_text import parse
 
@@ -98,8 +100,11 @@ def _sparse_attention(q, k, v, *others, out) -> int:
 
 
 def _sparse_attention_backward(grad_out, grad_lse, q, k, *others, out) -> int:
-    row_sums = q.shape[:3].numel() * 4
-    return row_sums + portable.scratch_bytes(q, k, parse(others[-4]), backward=True) if others[-1] == "torch" else 0
+    if others[-1] != "torch":
+        return 0
+    row_sums, results = q.shape[:3].numel() * arithmetic(q.dtype).itemsize, sum(t.nbytes for t in out)
+    own = row_sums + portable.scratch_bytes(q, k, parse(others[-4]), backward=True)
+    return max(own, products_bytes(q) - results)  # which are not there yet when rows are multiplied
 
 
 def _lsh_attention(qk, v, *others, out) -> int:

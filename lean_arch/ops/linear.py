@@ -68,6 +68,8 @@ def rowwise_linears(share_casts: bool = False) -> contextlib.AbstractContextMana
     """Within, F.linear in bf16 on the CPU differentiates by products along rows, where the CPU gains by it.
 
     With `share_casts` a weight is cast once for all calls within; their gradients of it must then not meet in one
-    backward pass, which would add them up in bf16.
+    backward pass, which would add them up in bf16. A compiler, which has products of its own, is left to them.
     """
-    return _RowwiseLinears(share_casts) if _emulated() else contextlib.nullcontext()
+    if torch.compiler.is_compiling() or not _emulated():
+        return contextlib.nullcontext()
+    return _RowwiseLinears(share_casts)

@@ -252,6 +252,18 @@ def test_a_layer_keeps_its_activations_once():
     assert layer < 8.5 * length * dim * 4
 
 
+def test_compiles_whole():
+    """Its embedding, masks, chunked middle and loss."""
+    model = build(num_classes=0)
+    tokens = torch.randint(256, (2, 40))
+    gradients = []
+    for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        run(tokens, targets=tokens).backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert all(error(a, b) < 1e-5 for a, b in zip(*gradients, strict=True) if b.norm() > 1e-4)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from lean_arch.ops import linear_cross_entropy, use
 from lean_arch.ops.linear_cross_entropy import op, portable
@@ -181,6 +182,14 @@ def test_compiles_whole():
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for got, want in zip(*(torch.autograd.grad(f(x, weight, bias), (x, weight, bias)) for f in (compiled, step))):
         assert error(got, want.double()) < 1e-6
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_flops_are_those_of_the_products(frozen):
+    x, weight = torch.randn(6, 5, requires_grad=True), torch.randn(11, 5, requires_grad=not frozen)
+    with FlopCounterMode(display=False) as counter:
+        linear_cross_entropy(x, weight, torch.arange(6)).backward()
+    assert counter.get_total_flops() == (3 if frozen else 4) * 2 * 6 * 11 * 5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

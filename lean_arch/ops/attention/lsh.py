@@ -22,6 +22,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from lean_arch.ops.attention import lsh_portable
 from lean_arch.ops.attention.op import DTYPES, HEAD_SIZES, _backend, _integers, products_bytes, row_products
@@ -264,3 +265,25 @@ def _refuse(ctx, *grads):
 
 
 _backward.register_autograd(_refuse)
+
+
+@register_flop_formula(torch.ops.lean_arch.lsh_attention)
+def _forward_flops(qk_shape, v_shape, rotations_shape, lengths_shape, bucket_size, *others, out_shape=None) -> int:
+    """The rotations, and two products: scores and results."""
+    rounds, numbers = rotations_shape[2:]
+    hashing = 2 * math.prod(qk_shape) * rounds * numbers
+    return hashing + 2 * _product_flops(qk_shape, rounds, bucket_size)
+
+
+@register_flop_formula(torch.ops.lean_arch.lsh_attention_backward)
+def _backward_flops(grad_shape, qk_shape, *others, out_shape=None) -> int:
+    """Five: scores again, gradients of weights, queries, keys and values."""
+    order_shape, _, bucket_size = others[3:6]
+    return 5 * _product_flops(qk_shape, order_shape[2], bucket_size)
+
+
+def _product_flops(shape, rounds: int, bucket_size: int) -> int:
+    """Of each token with the window of its chunk; the first chunk, which looks nowhere else, counts as the others."""
+    chunk = chunk_size(shape[2], bucket_size)
+    window = chunk if chunk == shape[2] else 2 * chunk
+    return 2 * math.prod(shape) * rounds * window

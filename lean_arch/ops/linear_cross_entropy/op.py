@@ -20,6 +20,7 @@ import numbers
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from lean_arch.ops.backend import backend_for
 from lean_arch.ops.derivatives import refuse_other_derivatives
@@ -228,3 +229,16 @@ def _refuse(ctx, *grads):
 
 
 _backward.register_autograd(_refuse)
+
+
+@register_flop_formula(torch.ops.lean_arch.linear_cross_entropy)
+def _forward_flops(x_shape, weight_shape, *others, out_shape=None) -> int:
+    """The logits, as if every token counted."""
+    return 2 * x_shape[0] * weight_shape[0] * weight_shape[1]
+
+
+@register_flop_formula(torch.ops.lean_arch.linear_cross_entropy_backward)
+def _backward_flops(grad_shape, lse_shape, x_shape, weight_shape, *others, out_shape=None) -> int:
+    """The logits again, and the gradients of x and weight that are needed."""
+    need_x, need_weight, _ = others[-1]
+    return (1 + need_x + need_weight) * 2 * x_shape[0] * weight_shape[0] * weight_shape[1]

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from torch.nn.functional import normalize
+from torch.utils.flop_counter import FlopCounterMode
 
 from lean_arch.ops import lsh_attention, use
 from lean_arch.ops.attention import lsh
@@ -232,6 +233,14 @@ def test_torch_is_told_what_it_is():
     turns = rotations("causal lengths", 0)
     arguments = (qk, v, turns, options["key_lengths"].int(), 8, True, "torch")
     torch.library.opcheck(torch.ops.lean_arch.lsh_attention.default, arguments)
+
+
+def test_flops_are_those_of_the_windows_and_the_rotations():
+    qk, v = (torch.randn(1, 2, 256, 32, requires_grad=True) for _ in range(2))
+    with FlopCounterMode(display=False) as counter:
+        lsh_attention(qk, v, n_hashes=3, bucket_size=16).sum().backward()
+    products, tokens, buckets = 7, 2 * 256, 16  # two forward and five backward; of both heads
+    assert counter.get_total_flops() == 2 * 32 * tokens * 3 * (products * 2 * 16 + buckets // 2)
 
 
 def test_compiled_without_a_graph_break():
