@@ -1,5 +1,10 @@
 """BatchNorm, activation and the convolution behind them: values and every gradient against the paper in float64."""
 
+import dataclasses
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,15 +12,17 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from lean_arch.ops import plain_convolution
+from lean_arch.ops import plain_convolution, use
 from lean_arch.ops.norm_act import op, portable, reference
 from lean_arch.ops.norm_act.activations import ACTIVATIONS, MODULES
 from lean_arch.ops.norm_act.op import Settings, Source, activate, batch_norm_act, convolve
 from lean_arch.ops.plain_convolution import Geometry
+from lean_arch.ops.targets import TARGETS
 from tests.ruler import peak_bytes
 
 LAYOUTS = torch.contiguous_format, torch.channels_last
 EPS = 1e-3
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 POINTWISE = Geometry((1, 1), (0, 0), (1, 1), 1)
 GEOMETRIES = {  # of 6 channels: kernel size, outputs, geometry
     "1x1": (1, 5, POINTWISE),
@@ -36,6 +43,7 @@ def small_slices(monkeypatch):
 
 
 def error(got, want):
+    got = got.to(want.device)
     return ((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30)).item()
 
 
@@ -49,13 +57,27 @@ def problem(geometry="3x3", batch=5, size=(9, 7), dtype=torch.float64, layout=to
     return [t.requires_grad_() for t in tensors], options
 
 
+def in_dtype(dtype, layout, device="cpu", size=(7, 9), affine=True, geometry="1x1"):
+    """A problem whose map alone is of `dtype`, as between convolutions under autocast, and the same in float64."""
+    tensors, options = problem(geometry, 3, size, dtype, layout)
+    if not affine:
+        tensors[1:3] = None, None
+    exact = [None if t is None else t.detach().double().requires_grad_() for t in tensors]
+    wide = reference.wide(dtype)
+    tensors = [
+        None if t is None else t.detach().to(device, wide if number else dtype).requires_grad_()
+        for number, t in enumerate(tensors)
+    ]
+    return tensors, exact, options
+
+
 def statistics(dtype=torch.float64):
     return torch.linspace(-1, 1, 6, dtype=dtype), torch.linspace(0.5, 2, 6, dtype=dtype)
 
 
 def lean(tensors, geometry, act, frozen=False, gated=False):
     x, weight, bias, filters, offset, scale = tensors
-    running = statistics(filters.dtype) if frozen else (None, None)
+    running = [t.to(filters) for t in statistics()] if frozen else (None, None)
     a = activate(x, weight, bias, Settings(*running, not frozen, 0.1, EPS, act), pool=gated)
     return convolve(a, filters, offset, geometry, torch.sigmoid(a.pooled * scale) if gated else None)
 
@@ -76,14 +98,14 @@ def compare(got, want, tensors, others, tolerance):
     assert error(got, want) <= tolerance, "result"
     upstream = torch.randn(want.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     pairs = [(t, o) for t, o in zip(tensors, others) if t is not None]
-    ours = torch.autograd.grad(got, [t for t, _ in pairs], upstream.to(got.dtype), allow_unused=True)
+    ours = torch.autograd.grad(got, [t for t, _ in pairs], upstream.to(got), allow_unused=True)
     theirs = torch.autograd.grad(want, [o for _, o in pairs], upstream, allow_unused=True)
     for number, (g, w, (tensor, _)) in enumerate(zip(ours, theirs, pairs)):
         assert (g is None) == (w is None), number
         if g is not None:
             assert g.dtype == tensor.dtype
             # an output that does not see the shift of a channel: the gradient is rounding alone
-            assert error(g, w) <= tolerance or (g - w).norm() <= tolerance * upstream.norm(), number
+            assert error(g, w) <= tolerance or (g.to(w) - w).norm() <= tolerance * upstream.norm(), number
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -100,6 +122,16 @@ def test_values_and_gradients(act, geometry, layout, frozen):
             tensors,
             1e-12,
         )
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_the_reference_runs_too(dtype, act):
+    for layout, frozen, gated in ((0, False, True), (1, True, True), (1, False, False)):
+        tensors, exact, options = in_dtype(dtype, LAYOUTS[layout])
+        with use("reference"):
+            got = lean(tensors, options, act, frozen, gated)
+        compare(got, paper(exact, options, act, frozen, gated), tensors, exact, TOLERANCE[dtype])
 
 
 @examples(max_examples=60, deadline=None)
@@ -295,3 +327,104 @@ def test_the_activation_is_not_kept():
         F.conv2d(F.silu(F.batch_norm(x, None, None, weight, bias, True, 0.1, EPS)), filters).sum(), [x, weight, bias]
     )
     assert peak_bytes(step) <= 0.75 * peak_bytes(textbook)
+
+
+def by_triton(act, layout, frozen, gated, dtype, **options):
+    """Like test_values_and_gradients."""
+    tensors, exact, geometry = in_dtype(dtype, layout, **options)
+    with use("triton"):
+        got = lean(tensors, geometry, act, frozen, gated)
+        compare(got, paper(exact, geometry, act, frozen, gated), tensors, exact, TOLERANCE[dtype])
+
+
+CUTS = {
+    "channels": lambda t: t[:, 1:4],
+    "rows and columns": lambda t: t[:, :3, 2:7, 1:8],
+    "turned": lambda t: t[:, 2:].mT,
+    "one for all": lambda t: t[:, :1].expand(3, 3, 9, 9),
+}
+
+
+def strided_by_triton(device="cpu"):
+    """A mean far from 0 besides, and running statistics that move on."""
+    for cut in CUTS.values():
+        x = (torch.randn(3, 5, 9, 9, generator=torch.Generator().manual_seed(0)) + 100).to(device)
+        results = []
+        for dtype, backend in ((torch.float32, "triton"), (torch.float64, "reference")):
+            leaf = x.to(dtype).requires_grad_()
+            running = [torch.full((3,), n, dtype=dtype, device=device) for n in (99.0, 2.0)]
+            with use(backend):
+                out = batch_norm_act(cut(leaf), None, None, Settings(*running, True, 0.3, EPS, "silu"))
+            (grad,) = torch.autograd.grad(out.mT.mul(out.mT.detach()).sum(), leaf)
+            results.append((out, grad, *running))
+        assert max(map(error, *results)) <= 2e-5  # the mean's rounding makes 1e-5 of it
+
+
+INTERPRETED = """
+import torch
+from lean_arch.ops.norm_act import kernels
+from tests.ops.test_norm_act import ACTIVATIONS, LAYOUTS, by_triton, strided_by_triton
+
+empty_like, empty = torch.Tensor.new_empty, torch.empty
+torch.empty = lambda *size, **more: empty(*size, **more).fill_(torch.nan)
+torch.Tensor.new_empty = lambda *size, **more: empty_like(*size, **more).fill_(torch.nan)
+kernels.TILE, kernels.STEPS = 256, 2  # several stretches and tiles
+for number, act in enumerate(ACTIVATIONS):
+    by_triton(act, LAYOUTS[number % 2], number == 3, number != 4, torch.float32, size=(3, 5))
+by_triton("hardswish", LAYOUTS[0], False, True, torch.float16, affine=False)
+kernels.STEPS = 1
+by_triton("hardswish", LAYOUTS[1], False, True, torch.float16, affine=False)
+by_triton("gelu", LAYOUTS[1], True, False, torch.float16, size=(1, 1))
+strided_by_triton()
+print("right")
+"""
+
+
+def test_triton_interpreted():
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "right", done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_every_activation_builds_without_its_gpu(target):
+    kernels = pytest.importorskip("lean_arch.ops.norm_act.kernels")
+    from benchmarks.kernels import compile_build, resources
+
+    for build in kernels.builds(TARGETS[target]):
+        if (build.name, build.dtype) in (("norm_act_map", "fp16"), ("norm_act_sums", "bf16")):
+            for act in ACTIVATIONS:
+                changed = dataclasses.replace(build, constexprs=build.constexprs | {"ACT": act})
+                _, stack, _ = resources(compile_build(changed, TARGETS[target]), TARGETS[target])
+                assert stack == 0, act
+
+
+def test_stretches_cover_every_pixel_once():
+    kernels = pytest.importorskip("lean_arch.ops.norm_act.kernels")
+    for batch, pixels, block in ((8, 49, 64), (7, 3136, 16), (1, 10**7, 256), (3, 5, 8), (300, 1, 1), (2**31, 9, 16)):
+        number, images, span = kernels.stretches(batch, pixels, block)
+        assert number * images * span >= batch * pixels
+        assert number <= -(-batch // images) * -(-pixels // span) <= 2100
+        assert span == pixels or span % block == 0
+
+
+def test_triton_refuses_float64_by_name():
+    kernels = pytest.importorskip("lean_arch.ops.norm_act.kernels")
+    with pytest.raises(ValueError, match="float64; Triton"):
+        kernels.forward(problem()[0][0], None, None, None, None, True, 0.1, EPS, "relu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_triton_on_a_gpu(dtype, act, layout):
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        for frozen, gated in ((False, True), (True, True), (False, False)):
+            by_triton(act, layout, frozen, gated, dtype, device="cuda", size=(67, 59), affine=gated)
+
+
+@pytest.mark.gpu
+def test_triton_on_a_gpu_strided():
+    strided_by_triton("cuda")

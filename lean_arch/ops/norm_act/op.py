@@ -13,6 +13,7 @@ Shapes: x, z (B, C, H, W); weight, bias of a norm (C,); gate and pooled (B, C, 1
 
 import copy
 import dataclasses
+import importlib
 from collections.abc import Iterator
 from itertools import islice, repeat
 from typing import NamedTuple
@@ -21,9 +22,16 @@ import torch
 from torch import Tensor
 
 from lean_arch.ops import plain_convolution
-from lean_arch.ops.norm_act import portable
-from lean_arch.ops.norm_act.portable import Norm
+from lean_arch.ops.backend import backend_for
+from lean_arch.ops.norm_act.reference import Norm
 from lean_arch.ops.plain_convolution import Geometry, arithmetic, result_dtype, slices, without_autocast
+
+ROOMS = {"reference": "reference", "torch": "portable", "triton": "kernels"}
+
+
+def room(backend: str):
+    """The module that holds a backend's `forward`, `activate` and `backward`."""
+    return importlib.import_module(f"lean_arch.ops.norm_act.{ROOMS[backend]}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +44,7 @@ class Recipe:
     source: "Source | None"
 
     def activate(self, z: Tensor) -> Tensor:
-        return portable.activate(z, self.weight, self.bias, self.norm)
+        return room(self.norm.backend).activate(z, self.weight, self.bias, self.norm)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         norm, source = self.norm, self.source
@@ -147,7 +155,7 @@ def _first(x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Sett
                 f"x {tuple(x.shape)} has {x.shape[1]} channels, but this BatchNorm is made for {len(parameter)}"
             )
     with torch.no_grad():
-        return portable.forward(x.detach(), weight, bias, *settings)
+        return room(backend_for(x.device)).forward(x.detach(), weight, bias, *settings)
 
 
 def convolve(
@@ -190,7 +198,7 @@ class _Activate(torch.autograd.Function):
         ctx.source = source and source.made_of(repeat(None))
         kept = source.tensors() if source else (x,)
         ctx.save_for_backward(weight, bias, norm.mean, norm.rstd, norm.var, *kept)
-        ctx.of, ctx.lean = (norm.eps, norm.act), lean is not None
+        ctx.of, ctx.lean = (norm.eps, norm.act, norm.backend), lean is not None
         return values.view_as(values), None if pooled is None else pooled.view_as(pooled)
 
     @staticmethod
@@ -202,7 +210,7 @@ class _Activate(torch.autograd.Function):
         # nobody but `convolve` sees a stand-in, so its gradient is ours to write over
         into = grad if ctx.lean and grad is not None else torch.empty_like(x)
         norm = Norm(mean, rstd, var, *ctx.of)
-        of_x, of_weight, of_bias = portable.backward(grad, pooled_grad, x, weight, bias, norm, into)
+        of_x, of_weight, of_bias = room(norm.backend).backward(grad, pooled_grad, x, weight, bias, norm, into)
         if source:
             source.drop()
         of_weight = None if weight is None else of_weight.to(weight.dtype)

@@ -7,41 +7,26 @@ gradient is written where the gradient came in.
 Shapes: x (B, C, H, W); mean, rstd, scale (C,), float32 or wider.
 """
 
-import dataclasses
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lean_arch.ops.norm_act.activations import ACTIVATIONS
+from lean_arch.ops.norm_act.reference import Norm
 from lean_arch.ops.plain_convolution import slices
 
 _native = torch.ops.aten.native_batch_norm
 _native_backward = torch.ops.aten.native_batch_norm_backward
 
 
-@dataclasses.dataclass(frozen=True)
-class Norm:
-    """What a BatchNorm subtracts and multiplies by. var: of frozen statistics; None for those of the batch itself."""
-
-    mean: Tensor
-    rstd: Tensor
-    var: Tensor | None
-    eps: float
-    act: str
-
-    def scale(self, weight: Tensor | None) -> Tensor:
-        return self.rstd if weight is None else self.rstd * weight
-
-
 def forward(x, weight, bias, running_mean, running_var, batch: bool, momentum: float, eps: float, act: str):
-    """(act(norm(x)) in x's dtype, what it subtracted and multiplied by); the running statistics move on."""
+    """As in reference.py."""
     if batch:
         result, mean, rstd = _native(x, weight, bias, running_mean, running_var, True, momentum, eps)
-        norm = Norm(mean, rstd, None, eps, act)
+        norm = Norm(mean, rstd, None, eps, act, "torch")
     else:
         result = F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps)
-        norm = Norm(running_mean, torch.rsqrt(running_var + eps), running_var, eps, act)
+        norm = Norm(running_mean, torch.rsqrt(running_var + eps), running_var, eps, act, "torch")
     return ACTIVATIONS[act][0](result), norm
 
 
@@ -69,10 +54,7 @@ def backward(
     norm: Norm,
     into: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of (x, weight, bias), the first written to `into`, which may be `grad`.
-
-    grad: of the activation; pooled_grad (B, C, 1, 1): of its mean over each plane; either may be None.
-    """
+    """As in reference.py."""
     of_weight, of_bias = torch.empty_like(norm.mean), torch.empty_like(norm.mean)
     for c in slices(x, dim=1, elements=2**17):
         w, b, mean, rstd, var = (None if t is None else t[c] for t in (weight, bias, norm.mean, norm.rstd, norm.var))
@@ -80,7 +62,7 @@ def backward(
         g = torch.zeros_like(z) if grad is None else grad[:, c].clone(memory_format=torch.contiguous_format)
         if pooled_grad is not None:
             g += pooled_grad[:, c] / (x.shape[2] * x.shape[3])
-        g = ACTIVATIONS[norm.act][1](g, normalise(z, w, b, Norm(mean, rstd, var, norm.eps, norm.act)))
+        g = ACTIVATIONS[norm.act][1](g, normalise(z, w, b, Norm(mean, rstd, var, norm.eps, norm.act, "torch")))
         frozen = (None, None) if var is None else (mean, var)
         into[:, c], of_weight[c], of_bias[c] = _native_backward(
             g, z, w, *frozen, mean, rstd, var is None, norm.eps, [True, True, True]
