@@ -4,6 +4,7 @@ from lean_arch.ops.attention.lsh import lsh_attention
 from lean_arch.ops.attention.op import sparse_attention
 from lean_arch.ops.backend import use
 from lean_arch.ops.depthwise.op import depthwise_conv2d
+from lean_arch.ops.layer_norm2d.op import layer_norm2d
 from lean_arch.ops.linear_cross_entropy.op import linear_cross_entropy
 
-__all__ = ["depthwise_conv2d", "linear_cross_entropy", "lsh_attention", "sparse_attention", "use"]
+__all__ = ["depthwise_conv2d", "layer_norm2d", "linear_cross_entropy", "lsh_attention", "sparse_attention", "use"]
