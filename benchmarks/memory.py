@@ -28,6 +28,7 @@ TWINS = {  # of the same sizes in timm
     "lean_mobilenetv2": "mobilenetv2_100",
     "lean_mobilenetv3_small": "mobilenetv3_small_100",
     "lean_mobilenetv3_large": "mobilenetv3_large_100",
+    "lean_mobilenetv4_conv_small": "mobilenetv4_conv_small",
     **{f"lean_efficientnet_b{n}": f"efficientnet_b{n}" for n in range(5)},
     **{f"lean_convnext_{size}": f"convnext_{size}" for size in ("atto", "tiny", "small", "base")},
 }

@@ -35,6 +35,7 @@ MILLION_PARAMETERS = {  # those for images: of the papers' models of the same si
     "lean_mobilenetv2": 3.50,
     "lean_mobilenetv3_large": 5.48,
     "lean_mobilenetv3_small": 2.54,
+    "lean_mobilenetv4_conv_small": 3.77,
     "lean_reformer": 0.79,
     "lean_reformer_tiny": 0.79,
     "lean_reformer_small": 36.39,
@@ -58,6 +59,7 @@ def test_names():
         "lean_lm_small",
         "lean_longformer_small",
         "lean_mobilenetv3_small",
+        "lean_mobilenetv4_conv_small",
         "lean_reformer_small",
         "lean_vit_small",
     ]

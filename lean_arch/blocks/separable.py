@@ -55,15 +55,22 @@ def gate_of(se: nn.Module, pooled: Tensor) -> Tensor:
     return se.gate(se.conv_expand(se.act1(se.conv_reduce(pooled))))
 
 
-def _conv(inputs: int, outputs: int, kernel_size=1, stride=1, dilation=1, groups=1) -> nn.Conv2d:
+def conv2d(inputs: int, outputs: int, kernel_size=1, stride=1, dilation=1, groups=1) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, kernel_size, stride, dilation * (kernel_size // 2), dilation, groups, bias=False)
+
+
+def check_odd(**kernel_sizes: int):
+    """Raises ValueError for sizes of a kernel that has no middle."""
+    check_whole(1, **kernel_sizes)
+    for name, size in kernel_sizes.items():
+        if size % 2 == 0:
+            raise ValueError(f"{name} must be odd, got {size}")
 
 
 def check_block(kernel_size: int, keep: str, **sizes: int):
     """Raises ValueError for what no block can be made of."""
-    check_whole(1, kernel_size=kernel_size, **sizes)
-    if kernel_size % 2 == 0:
-        raise ValueError(f"kernel_size must be odd, got {kernel_size}")
+    check_whole(1, **sizes)
+    check_odd(kernel_size=kernel_size)
     if keep not in KEEP:
         raise ValueError(f"keep {keep!r} is unknown; {', '.join(KEEP)} are known")
 
@@ -84,7 +91,16 @@ class SyncNormAct(nn.SyncBatchNorm):
         return self.act(super().forward(x))
 
 
-class _Block(nn.Module):
+class Synchronizable(nn.Module):
+    """A module whose NormAct2d keep their activations when they are converted."""
+
+    def add_module(self, name: str, module: nn.Module):
+        if type(module) is nn.SyncBatchNorm and hasattr(module, "act"):
+            module.__class__ = SyncNormAct
+        super().add_module(name, module)
+
+
+class Block(Synchronizable):
     """A chain of convolutions and norms, and a shortcut where input and output are alike."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,18 +110,15 @@ class _Block(nn.Module):
         y = self.lean(x)
         return self.drop_path(y) + x if self.has_skip else y
 
-    def add_module(self, name: str, module: nn.Module):
-        if type(module) is nn.SyncBatchNorm and hasattr(module, "act"):
-            module.__class__ = SyncNormAct
-        super().add_module(name, module)
-
     @torch.jit.unused
     def runs_lean(self, x: Tensor) -> bool:
-        parts = dict(self.named_children())
-        se = parts.pop("se")
+        se = self.se
         excites = isinstance(se, nn.Identity) or (hasattr(se, "conv_reduce") and not hooked(se))
-        parts.pop("drop_path")
-        return runs_lean(x, *parts.values()) and excites
+        return runs_lean(x, *self.chained()) and excites
+
+    def chained(self) -> list[nn.Module]:
+        """Its convolutions and norms, in order."""
+        return [part for name, part in self.named_children() if name not in ("se", "drop_path")]
 
     def excited(self, chain: Chain, z: Tensor, norm: nn.BatchNorm2d, conv: nn.Conv2d) -> Tensor:
         """norm, activation, squeeze-excite if there is one, and the 1x1 convolution behind."""
@@ -117,7 +130,7 @@ class _Block(nn.Module):
         return f"keep={self.keep!r}"
 
 
-class SeparableConv2d(_Block):
+class SeparableConv2d(Block):
     """Depthwise convolution, norm, activation; 1x1 convolution, norm and, with `pointwise_act`, activation.
 
     Args:
@@ -127,7 +140,7 @@ class SeparableConv2d(_Block):
         pointwise_act: whether the second norm has an activation too (MobileNetV1).
         skip: add the input where the shapes agree.
         se_channels: hidden channels of a squeeze-excite between the two; None: none.
-        drop_path_rate: of stochastic depth.
+        drop_path_rate: of stochastic depth; ignored, as in timm, where there is no shortcut.
         keep: of its convolutions' results, "convs" keeps all, "dear" all but the first where they cost at most
             32 products a number, "inputs" the last alone; the block's input is kept too.
 
@@ -154,10 +167,10 @@ class SeparableConv2d(_Block):
         )
         self.keep = keep
         self.has_skip = skip and stride == 1 and in_channels == out_channels
-        self.conv_dw = _conv(in_channels, in_channels, kernel_size, stride, dilation, in_channels)
+        self.conv_dw = conv2d(in_channels, in_channels, kernel_size, stride, dilation, in_channels)
         self.bn1 = NormAct2d(in_channels, act)
         self.se = SqueezeExcite(in_channels, se_channels, act) if se_channels is not None else nn.Identity()
-        self.conv_pw = _conv(in_channels, out_channels)
+        self.conv_pw = conv2d(in_channels, out_channels)
         self.bn2 = NormAct2d(out_channels, act if pointwise_act else "identity")
         self.drop_path = DropPath(drop_path_rate)
 
@@ -173,7 +186,7 @@ class SeparableConv2d(_Block):
         return self.drop_path(y) + x if self.has_skip else y
 
 
-class InvertedResidual(_Block):
+class InvertedResidual(Block):
     """1x1 convolution to more channels, depthwise convolution, 1x1 convolution back, each with a norm; a shortcut.
 
     Args:
@@ -183,7 +196,7 @@ class InvertedResidual(_Block):
         act: of `NormAct2d`, after the first two norms.
         skip: add the input where the shapes agree.
         se_channels: hidden channels of a squeeze-excite before the last convolution; None: none.
-        drop_path_rate: of stochastic depth.
+        drop_path_rate: of stochastic depth; ignored, as in timm, where there is no shortcut.
         keep: of its convolutions' results, "convs" keeps all, "dear" all but the first where they cost at most
             32 products a number, "inputs" the last alone; the block's input is kept too.
 
@@ -211,12 +224,12 @@ class InvertedResidual(_Block):
         wide = widened(in_channels, expansion=expansion)
         self.keep = keep
         self.has_skip = skip and stride == 1 and in_channels == out_channels
-        self.conv_pw = _conv(in_channels, wide)
+        self.conv_pw = conv2d(in_channels, wide)
         self.bn1 = NormAct2d(wide, act)
-        self.conv_dw = _conv(wide, wide, kernel_size, stride, dilation, wide)
+        self.conv_dw = conv2d(wide, wide, kernel_size, stride, dilation, wide)
         self.bn2 = NormAct2d(wide, act)
         self.se = SqueezeExcite(wide, se_channels, act) if se_channels is not None else nn.Identity()
-        self.conv_pwl = _conv(wide, out_channels)
+        self.conv_pwl = conv2d(wide, out_channels)
         self.bn3 = NormAct2d(out_channels, "identity")
         self.drop_path = DropPath(drop_path_rate)
 

@@ -4,14 +4,18 @@ A part stays the object it was, of a subclass of its class, as checkpointed modu
 and features, hooks and deepcopy work as in timm.
 """
 
+import torch
 from timm.layers import BatchNormAct2d
 from timm.layers.activations import GELU, HardSwish, Swish
 from timm.models import _efficientnet_blocks as timm_blocks
 from timm.models import convnext as timm_convnext
-from torch import nn
+from timm.models.efficientnet import EfficientNet
+from timm.models.mobilenetv3 import MobileNetV3
+from torch import Tensor, nn
 
-from lean_arch.blocks import ConvNeXtBlock, InvertedResidual, NormAct2d, SeparableConv2d
+from lean_arch.blocks import ConvNeXtBlock, InvertedResidual, NormAct2d, SeparableConv2d, UniversalInvertedResidual
 from lean_arch.blocks.norm_act import KEEP, renamed
+from lean_arch.models.lean_opening import LeanEfficientNet, LeanMobileNetV3
 from lean_arch.ops.norm_act.activations import MODULES
 
 MODULES.update({GELU: "gelu", HardSwish: "hardswish", Swish: "silu"})
@@ -29,6 +33,14 @@ class LeanDepthwiseSeparableConv(SeparableConv2d, timm_blocks.DepthwiseSeparable
     textbook = renamed(timm_blocks.DepthwiseSeparableConv.forward, "textbook")
 
 
+class LeanUniversalInvertedResidual(UniversalInvertedResidual, timm_blocks.UniversalInvertedResidual):
+    textbook = renamed(timm_blocks.UniversalInvertedResidual.forward, "textbook")
+
+    @torch.jit.unused
+    def lean(self, x: Tensor) -> Tensor:
+        return self.layer_scale(super().lean(x))
+
+
 class LeanConvNeXtBlock(ConvNeXtBlock, timm_convnext.ConvNeXtBlock):
     textbook = renamed(timm_convnext.ConvNeXtBlock.forward, "textbook")
 
@@ -38,6 +50,9 @@ LEAN = {
     BatchNormAct2d: LeanBatchNormAct2d,
     timm_blocks.InvertedResidual: LeanInvertedResidual,
     timm_blocks.DepthwiseSeparableConv: LeanDepthwiseSeparableConv,
+    timm_blocks.UniversalInvertedResidual: LeanUniversalInvertedResidual,
+    EfficientNet: LeanEfficientNet,
+    MobileNetV3: LeanMobileNetV3,
 }
 
 

@@ -1,7 +1,7 @@
 """MobileNets of timm's architectures and weights, whose blocks keep the results of their convolutions and no more.
 
 MobileNetV1 (Howard et al. 2017, arXiv 1704.04861), V2 (Sandler et al. 2018, arXiv 1801.04381), V3 (Howard et al. 2019,
-arXiv 1905.02244).
+arXiv 1905.02244), V4 (Qin et al. 2024, arXiv 2404.10518).
 
 Shapes: x (B, 3, H, W), logits (B, num_classes).
 """
@@ -16,6 +16,7 @@ TWINS = {
     "lean_mobilenetv2": (efficientnet, "mobilenetv2_100"),
     "lean_mobilenetv3_small": (mobilenetv3, "mobilenetv3_small_100"),
     "lean_mobilenetv3_large": (mobilenetv3, "mobilenetv3_large_100"),
+    "lean_mobilenetv4_conv_small": (mobilenetv3, "mobilenetv4_conv_small"),
 }
 default_cfgs = {name: family.default_cfgs[twin] for name, (family, twin) in TWINS.items()}
 
@@ -47,3 +48,9 @@ def lean_mobilenetv3_small(pretrained: bool = False, **kwargs) -> nn.Module:
 def lean_mobilenetv3_large(pretrained: bool = False, **kwargs) -> nn.Module:
     """MobileNetV3 large: 5.5M parameters."""
     return _create("lean_mobilenetv3_large", pretrained, **kwargs)
+
+
+@register_model
+def lean_mobilenetv4_conv_small(pretrained: bool = False, **kwargs) -> nn.Module:
+    """MobileNetV4 small: convolutions, then universal inverted bottlenecks; 3.8M parameters."""
+    return _create("lean_mobilenetv4_conv_small", pretrained, **kwargs)

@@ -2,13 +2,14 @@
 
 import copy
 import functools
+import inspect
 import pickle
 
 import pytest
 import torch
 from torch import nn
 
-from lean_arch.blocks import InvertedResidual, NormAct2d, ReversibleSequence, SeparableConv2d
+from lean_arch.blocks import InvertedResidual, NormAct2d, ReversibleSequence, SeparableConv2d, UniversalInvertedResidual
 from tests.blocks.separables import NEAR, build, each_block, each_keep, maps_for, norms_of
 from tests.blocks.twins import assert_alike, maps, step, textbook
 from tests.ruler import allocations
@@ -50,7 +51,7 @@ def test_sync_batch_norm(name):
         assert_alike(step(converted, x), want, near=NEAR)
 
 
-@pytest.mark.parametrize("name", ["inverted, excited", "separable, linear"])
+@pytest.mark.parametrize("name", ["inverted, excited", "separable, linear", "universal"])
 def test_compiles_and_exports(name):
     block = build(name, drop_path_rate=0.0)
     x = maps_for(block)
@@ -61,8 +62,9 @@ def test_compiles_and_exports(name):
     assert torch.equal(torch.export.export(block, (x.detach(),)).module()(x.detach()), block(x))
 
 
-def test_scripts():
-    block = build("inverted, excited")
+@pytest.mark.parametrize("name", ["inverted, excited", "universal"])
+def test_scripts(name):
+    block = build(name)
     assert_alike(
         step(torch.jit.script(copy.deepcopy(block)), maps_for(block)), step(block, maps_for(block)), near=("",)
     )
@@ -180,7 +182,7 @@ def test_nothing_computed_again_outlives_the_backward_pass(wanted, frozen, monke
     assert [source.memo for source in sources] == [[], []]
 
 
-@pytest.mark.parametrize("block", [InvertedResidual, SeparableConv2d])
+@pytest.mark.parametrize("block", [InvertedResidual, SeparableConv2d, UniversalInvertedResidual])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -197,17 +199,22 @@ def test_nothing_computed_again_outlives_the_backward_pass(wanted, frozen, monke
         ({"expansion": float("nan")}, "expansion nan must give"),
         ({"expansion": "6"}, "expansion '6' must give"),
         ({"expansion": 0}, "expansion 0 must give"),
+        ({"start_kernel_size": 2}, "start_kernel_size must be odd, got 2"),
+        ({"end_kernel_size": 1.0}, "end_kernel_size 1.0 must be a whole number"),
+        ({"kernel_size": 0, "stride": 2}, "stride 2 needs a depthwise convolution, but all three kernel sizes are 0"),
     ],
 )
 def test_bad_sizes_are_refused_by_name(block, change, message):
-    if "expansion" in change and block is SeparableConv2d:
+    options = {"in_channels": 5, "out_channels": 5} | change
+    unknown = set(options) - set(inspect.signature(block).parameters)
+    if unknown or (block is not UniversalInvertedResidual and options.get("kernel_size") == 0):
         return
     with pytest.raises(ValueError, match=message):
-        block(**{"in_channels": 5, "out_channels": 5} | change)
+        block(**options)
 
 
 @pytest.mark.parametrize("gradients", [True, False])
-@pytest.mark.parametrize("block", [InvertedResidual(4, 4), SeparableConv2d(4, 6)])
+@pytest.mark.parametrize("block", [InvertedResidual(4, 4), SeparableConv2d(4, 6), UniversalInvertedResidual(4, 4)])
 @pytest.mark.parametrize(
     ("x", "message"),
     [
@@ -216,7 +223,7 @@ def test_bad_sizes_are_refused_by_name(block, change, message):
         (torch.ones(2, 4, 3, 3, dtype=torch.int64), "x is torch.int64, but the weights are torch.float32"),
         (torch.randn(2, 4, 3, 3).double(), "x is torch.float64, but the weights are torch.float32"),
         (torch.randn(2, 4, 3, 3).bfloat16(), "x is torch.bfloat16, but the weights are torch.float32"),
-        (torch.randn(1, 4, 1, 1), r"\[?\(?1, (4|24), 1, 1"),
+        (torch.randn(1, 4, 1, 1), r"\[?\(?1, (4|16|24), 1, 1"),
     ],
 )
 def test_bad_input_is_refused_by_name(block, x, message, gradients):
