@@ -31,7 +31,7 @@ from lean_arch.ops import depthwise_conv2d, sparse_attention, use
 from lean_arch.ops.patterns import causal, dense, global_tokens, local, random_blocks, strided
 from lean_arch.ops.targets import TARGETS, Build, Target
 
-MODULES = [f"lean_arch.ops.{room}.kernels" for room in ("attention", "depthwise", "linear_cross_entropy")]
+MODULES = [f"lean_arch.ops.{room}.kernels" for room in ("attention", "depthwise", "linear_cross_entropy", "norm_act")]
 COLUMNS = ("kernel", "target", "dtype", "registers", "spill_bytes", "shared_bytes", "shared_limit", "matrix_unit")
 NVIDIA_UNITS, AMD_UNITS = re.compile(r"\b(wgmma\.|tcgen05\.mma|mma\.sync)"), re.compile(r"\bv_mfma_")
 
@@ -172,6 +172,37 @@ def check_depthwise(device: torch.device) -> float:
     return worst
 
 
+def check_norm_act(device: torch.device) -> float:
+    """The same of BatchNorm with an activation, its means over planes and statistics, in place."""
+    from lean_arch.ops.norm_act import kernels, reference
+
+    worst = 0.0
+    layouts = torch.contiguous_format, torch.channels_last
+    tolerances = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+    for act, batch, dtype, layout, size in itertools.product(
+        reference.FUNCTIONS, (True, False), tolerances, layouts, ((5, 70, 33, 41), (300, 17, 7, 7), (2, 24, 224, 224))
+    ):
+        x, grad = (torch.randn(size, device=device, dtype=dtype).to(memory_format=layout) for _ in range(2))
+        pooled = torch.randn(*size[:2], 1, 1, device=device, dtype=dtype)
+        running = torch.randn(size[1], device=device), torch.rand(size[1], device=device) + 0.5
+        parameters = torch.rand(2, size[1], device=device) + 0.5
+        statistics = () if batch else running
+        u = reference.batch_norm_act(x.double(), *parameters.double(), 1e-3, "identity", *statistics)
+        corner = torch.stack([(u - at).abs() for at in (-3, 0, 3, 6)]).amin(0) < 1e-4
+        x += corner * 0.02 * (1 + x.abs())  # at a corner of an activation rounding decides on the slope
+        results = []
+        for room, wide in ((kernels, torch.Tensor.clone), (reference, torch.Tensor.double)):
+            z, g, means, moved = wide(x), wide(grad), wide(pooled), [wide(t) for t in running]
+            inputs = z, *map(wide, parameters)
+            values, norm = room.forward(*inputs, *moved, batch, 0.1, 1e-3, act)
+            results.append((values, *moved, *room.backward(g, means, *inputs, norm, g)))
+        error = max(map(relative_error, *results)) / tolerances[dtype]
+        if not error <= 1:
+            raise SystemExit(f"wrong by {error:.1f} times what is allowed: {act} {size} {dtype} {layout} batch={batch}")
+        worst = max(worst, error)
+    return worst
+
+
 def attentions(length: int, window: int | None, device):
     """name -> function of q, k, v; for a window ours and FlexAttention, without one those that compute all pairs."""
     if window is None:
@@ -259,7 +290,7 @@ def main():
     if not torch.cuda.is_available():
         parser.exit(2, "Checking and timing the kernels needs a GPU; without one, --compile_only builds them.\n")
     start, device, rows = time.perf_counter(), torch.device("cuda"), []
-    worst = max(check(device), check_depthwise(device))
+    worst = max(check(device), check_depthwise(device), check_norm_act(device))
     print(f"all right: worst error {worst:.2f} of what is allowed", flush=True)
     for row in timings(device, args.heads, 7 * 60 - (time.perf_counter() - start)):
         print(row, flush=True)

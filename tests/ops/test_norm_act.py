@@ -422,7 +422,7 @@ def test_triton_refuses_float64_by_name():
 def test_triton_on_a_gpu(dtype, act, layout):
     with torch.backends.cudnn.flags(allow_tf32=False):
         for frozen, gated in ((False, True), (True, True), (False, False)):
-            by_triton(act, layout, frozen, gated, dtype, device="cuda", size=(67, 59), affine=gated)
+            by_triton(act, layout, frozen, gated, dtype, device="cuda", size=(57, 59), affine=gated)  # none near a corner
 
 
 @pytest.mark.gpu
