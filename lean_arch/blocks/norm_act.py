@@ -89,6 +89,8 @@ def _check_maps(x: Tensor, first: nn.Module):
         channels, mixes = first.in_channels, torch.is_autocast_enabled("cpu" if x.is_meta else x.device.type)
     elif isinstance(first, nn.BatchNorm2d):
         channels, mixes = first.num_features, True
+    elif isinstance(first, nn.LayerNorm):
+        channels, mixes = first.normalized_shape[0], True
     else:
         return
     if x.dim() != 4 or x.shape[1] != channels:
@@ -111,6 +113,8 @@ def _is_plain(module: nn.Module) -> bool:
         return False
     if isinstance(module, nn.BatchNorm2d):
         return _act_of(module) is not None and isinstance(getattr(module, "drop", None), nn.Identity | None)
+    if isinstance(module, nn.LayerNorm):
+        return not getattr(module, "_fast_norm", False)  # timm's, which rounds to autocast's dtype
     if isinstance(module, nn.Identity):
         return True
     return type(module) is nn.Conv2d and module.padding_mode == "zeros" and not isinstance(module.padding, str)

@@ -6,6 +6,7 @@ and features, hooks and deepcopy work as in timm.
 
 import torch
 from timm.layers import BatchNormAct2d
+from timm.layers import LayerNorm2d as TimmLayerNorm2d
 from timm.layers.activations import GELU, HardSwish, Swish
 from timm.models import _efficientnet_blocks as timm_blocks
 from timm.models import convnext as timm_convnext
@@ -14,6 +15,7 @@ from timm.models.mobilenetv3 import MobileNetV3
 from torch import Tensor, nn
 
 from lean_arch.blocks import ConvNeXtBlock, InvertedResidual, NormAct2d, SeparableConv2d, UniversalInvertedResidual
+from lean_arch.blocks.layer_norm2d import ConvNorm2d, LayerNorm2d, NormConv2d
 from lean_arch.blocks.norm_act import KEEP, renamed
 from lean_arch.models.lean_opening import LeanEfficientNet, LeanMobileNetV3
 from lean_arch.ops.norm_act.activations import MODULES
@@ -23,6 +25,10 @@ MODULES.update({GELU: "gelu", HardSwish: "hardswish", Swish: "silu"})
 
 class LeanBatchNormAct2d(NormAct2d, BatchNormAct2d):
     textbook = renamed(BatchNormAct2d.forward, "textbook")
+
+
+class LeanLayerNorm2d(LayerNorm2d, TimmLayerNorm2d):
+    textbook = renamed(TimmLayerNorm2d.forward, "textbook")
 
 
 class LeanInvertedResidual(InvertedResidual, timm_blocks.InvertedResidual):
@@ -45,8 +51,11 @@ class LeanConvNeXtBlock(ConvNeXtBlock, timm_convnext.ConvNeXtBlock):
     textbook = renamed(timm_convnext.ConvNeXtBlock.forward, "textbook")
 
 
-LEAN = {
+LEAN = {  # a class, or those of a Sequential's parts
     timm_convnext.ConvNeXtBlock: LeanConvNeXtBlock,
+    TimmLayerNorm2d: LeanLayerNorm2d,
+    (TimmLayerNorm2d, nn.Conv2d): NormConv2d,
+    (nn.Conv2d, TimmLayerNorm2d): ConvNorm2d,
     BatchNormAct2d: LeanBatchNormAct2d,
     timm_blocks.InvertedResidual: LeanInvertedResidual,
     timm_blocks.DepthwiseSeparableConv: LeanDepthwiseSeparableConv,
@@ -64,9 +73,9 @@ def make_lean(model: nn.Module, keep: str = "dear") -> nn.Module:
     if keep not in KEEP:
         raise ValueError(f"keep {keep!r} is unknown; {', '.join(KEEP)} are known")
     for module in model.modules():
-        lean = LEAN.get(type(module))
+        lean = LEAN.get(tuple(map(type, module)) if type(module) is nn.Sequential else type(module))
         if lean is not None:
             module.__class__ = lean
-            if lean is not LeanBatchNormAct2d:
+            if lean not in (LeanBatchNormAct2d, LeanLayerNorm2d, NormConv2d):
                 module.keep = keep
     return model

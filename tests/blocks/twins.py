@@ -6,14 +6,14 @@ import copy
 import pytest
 import torch
 
-from lean_arch.blocks import convnext, norm_act, separable
+from lean_arch.blocks import convnext, layer_norm2d, norm_act, separable
 
 
 @contextlib.contextmanager
 def textbook():
     """Inside, no block runs lean."""
     with pytest.MonkeyPatch.context() as patch:
-        for room in (norm_act, separable, convnext):
+        for room in (norm_act, separable, convnext, layer_norm2d):
             patch.setattr(room, "runs_lean", lambda x, *modules: False)
         yield
 
