@@ -27,11 +27,12 @@ from unittest import mock
 import torch
 
 from benchmarks.table import RESULTS, write_rows
-from lean_arch.ops import depthwise_conv2d, sparse_attention, use
+from lean_arch.ops import depthwise_conv2d, layer_norm2d, sparse_attention, use
 from lean_arch.ops.patterns import causal, dense, global_tokens, local, random_blocks, strided
 from lean_arch.ops.targets import TARGETS, Build, Target
 
-MODULES = [f"lean_arch.ops.{room}.kernels" for room in ("attention", "depthwise", "linear_cross_entropy", "norm_act")]
+ROOMS = "attention", "depthwise", "layer_norm2d", "linear_cross_entropy", "norm_act"
+MODULES = [f"lean_arch.ops.{room}.kernels" for room in ROOMS]
 COLUMNS = ("kernel", "target", "dtype", "registers", "spill_bytes", "shared_bytes", "shared_limit", "matrix_unit")
 NVIDIA_UNITS, AMD_UNITS = re.compile(r"\b(wgmma\.|tcgen05\.mma|mma\.sync)"), re.compile(r"\bv_mfma_")
 
@@ -172,6 +173,30 @@ def check_depthwise(device: torch.device) -> float:
     return worst
 
 
+def check_layer_norm2d(device: torch.device) -> float:
+    """The same of LayerNorm over channels."""
+    worst = 0.0
+    sizes = (3, 96, 33, 41), (70, 17, 7, 7), (2, 1030, 9, 5), (1, 4096, 6, 7)
+    layouts = torch.contiguous_format, torch.channels_last
+    tolerances = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+    for size, dtype, layout in itertools.product(sizes, tolerances, layouts):
+        inputs = [torch.randn(shape, device=device, dtype=dtype) for shape in (size, size[1:2], size[1:2])]
+        inputs = [t.requires_grad_() for t in (inputs[0].to(memory_format=layout), *inputs[1:])]
+        upstream, results = torch.randn(size, device=device, dtype=dtype), []
+        for backend, tensors in (
+            ("triton", inputs),
+            ("reference", [t.detach().double().requires_grad_() for t in inputs]),
+        ):
+            with use(backend):
+                out = layer_norm2d(*tensors)
+                results.append((out, *torch.autograd.grad(out, tensors, upstream.to(out.dtype))))
+        error = max(map(relative_error, *results)) / tolerances[dtype]
+        if not error <= 1:
+            raise SystemExit(f"wrong by {error:.1f} times what is allowed: layer_norm2d {size} {dtype} {layout}")
+        worst = max(worst, error)
+    return worst
+
+
 def check_norm_act(device: torch.device) -> float:
     """The same of BatchNorm with an activation, its means over planes and statistics, in place."""
     from lean_arch.ops.norm_act import kernels, reference
@@ -290,7 +315,7 @@ def main():
     if not torch.cuda.is_available():
         parser.exit(2, "Checking and timing the kernels needs a GPU; without one, --compile_only builds them.\n")
     start, device, rows = time.perf_counter(), torch.device("cuda"), []
-    worst = max(check(device), check_depthwise(device), check_norm_act(device))
+    worst = max(f(device) for f in (check, check_depthwise, check_layer_norm2d, check_norm_act))
     print(f"all right: worst error {worst:.2f} of what is allowed", flush=True)
     for row in timings(device, args.heads, 7 * 60 - (time.perf_counter() - start)):
         print(row, flush=True)

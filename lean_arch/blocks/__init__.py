@@ -3,6 +3,7 @@
 from lean_arch.blocks.attention import KeyValues, SparseAttention
 from lean_arch.blocks.convnext import ConvNeXtBlock
 from lean_arch.blocks.feedforward import ChunkedFeedForward
+from lean_arch.blocks.layer_norm2d import ConvNorm2d, LayerNorm2d, NormConv2d
 from lean_arch.blocks.lsh_attention import LSHAttention
 from lean_arch.blocks.norm_act import NormAct2d
 from lean_arch.blocks.reversible import ReversiblePair, ReversibleSequence
@@ -12,10 +13,13 @@ from lean_arch.blocks.universal import UniversalInvertedResidual
 __all__ = [
     "ChunkedFeedForward",
     "ConvNeXtBlock",
+    "ConvNorm2d",
     "InvertedResidual",
     "KeyValues",
     "LSHAttention",
+    "LayerNorm2d",
     "NormAct2d",
+    "NormConv2d",
     "ReversiblePair",
     "ReversibleSequence",
     "SeparableConv2d",
