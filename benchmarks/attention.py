@@ -228,7 +228,7 @@ def main():
     parser.add_argument("--n_hashes", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3, help="timed steps; fewer once they have taken 10 s")
     parser.add_argument("--limit", type=float, default=4, help="GiB that a process may take")
-    parser.add_argument("--patience", type=float, default=15, help="seconds a step may take")
+    parser.add_argument("--patience", type=float, default=30, help="seconds a step may take")
     parser.add_argument("--csv", help="default: a name made of machine, torch and date, under benchmarks/results/")
     parser.add_argument("--one", choices=METHODS, help=argparse.SUPPRESS)
     args = parser.parse_args()
