@@ -17,6 +17,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from lean_arch.ops.derivatives import once_differentiable
 from lean_arch.ops.linear import rowwise_linears
 from lean_arch.ops.replay import Replay, autocast_as_now, module_twin
 
@@ -311,7 +312,7 @@ class _HalfStep(torch.autograd.Function):
         return b, run.add(out)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad_b, grad_y):
         run, f, params = ctx.run, ctx.f, ctx.saved_tensors
         b, y = run.fixed
@@ -354,7 +355,7 @@ class _KeepStreams(torch.autograd.Function):
         return a.view_as(a), b.view_as(b)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad_a, grad_b):
         ctx.run.fixed = ctx.saved_tensors
         ctx.run.borrowed = 2

@@ -1,5 +1,7 @@
 """Which derivatives the operators have: a first one, backward. Others are refused, for they would be silently zero."""
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -18,3 +20,24 @@ def refuse_other_derivatives(name: str, *tensors: Tensor) -> None:
                 f"{name} has neither forward-mode derivatives nor torch.func transforms; backward() and "
                 "torch.autograd.grad work"
             )
+
+
+def once_differentiable(backward):
+    """For a Function's `backward`: its gradients refuse to be differentiated again, with a RuntimeError.
+
+    PyTorch's decorator of this name leaves them constants where the gradient that comes in is one, as that of
+    `block(x).sum()` is: a gradient penalty would be silently without effect.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx, *grads):
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():  # nobody asked for a graph of the gradients
+            return found
+        refuse = torch._C._functions.DelayedError(
+            b"what keeps less for its backward pass cannot be differentiated twice; its twin of torch.nn can", len(found)
+        )
+        return refuse(*(None if g is None else g.detach().requires_grad_() for g in found))
+
+    return run

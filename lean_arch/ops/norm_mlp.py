@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lean_arch.ops.derivatives import once_differentiable
 from lean_arch.ops.norm_act.activations import ACTIVATIONS
 from lean_arch.ops.plain_convolution import arithmetic, result_dtype, slices, without_autocast
 
@@ -60,7 +61,7 @@ class _NormMlp(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad):
         x, norm_weight, norm_bias, weight1, bias1, weight2, bias2, gamma, hidden = ctx.saved_tensors
         dtype, eps, act = ctx.how

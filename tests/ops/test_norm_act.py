@@ -37,10 +37,11 @@ GEOMETRIES = {  # of 6 channels: kernel size, outputs, geometry
 
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch):
-    """Several slices, and ragged ones, at the sizes of these tests."""
+    """Several slices, and ragged ones, at the sizes of these tests; those of the blocks go whole."""
     cut = plain_convolution.slices
-    monkeypatch.setattr(op, "slices", lambda x: cut(x, elements=1000))
+    monkeypatch.setattr(op, "slices", lambda x, elements=0: cut(x, elements=1000))
     monkeypatch.setattr(portable, "slices", lambda x, dim, elements: cut(x, dim, 1000))
+    monkeypatch.setattr(portable, "WHOLE", 100)
 
 
 def error(got, want):
@@ -235,11 +236,11 @@ def test_a_source_computes_the_norms_input_again(first, act):
 @pytest.mark.parametrize("geometry", ["1x1", "depthwise"])
 @pytest.mark.parametrize("act", ["relu6", "silu", "hardswish"])
 def test_autocast_is_as_near_as_the_textbook(act, geometry, gated):
-    """To float64, over a few problems; sums of six numbers, as of the norm's weight, are noise alone."""
+    """To float64, over many problems: a slice's share of a sum is rounded where the processor computes in bfloat16."""
     module = next(known for known, name in MODULES.items() if name == act)()
     torch.manual_seed(0)
     errors = torch.zeros(2, 5)
-    for seed in range(4):
+    for seed in range(24):
         tensors, options = problem(geometry, dtype=torch.float32, seed=seed)
         doubles = [t.detach().double().requires_grad_() for t in tensors]
         exact = paper(doubles, options, act, gated=gated)
@@ -260,8 +261,7 @@ def test_autocast_is_as_near_as_the_textbook(act, geometry, gated):
             of_norms = sum(error(grads[i], wanted[1 + i]) for i in (1, 2))
             both = ((result, exact), *zip((grads[0], *grads[3:]), (wanted[1], *wanted[4:])))
             errors[row] += torch.tensor([of_norms, *(error(g, w) for g, w in both)])
-    assert (errors[0] <= 1.15 * errors[1]).all(), errors
-    assert errors[0].sum() <= errors[1].sum()
+    assert (errors[0] <= 1.06 * errors[1]).all(), errors
 
 
 @pytest.mark.parametrize("wanted", [[0], [1], [2], [3], [4], [5], [0, 3], [1, 5]])
@@ -289,9 +289,9 @@ def test_gradients_reach_what_only_the_means_reach():
 
 def test_second_derivative_is_refused():
     tensors, options = problem()
-    loss = lean(tensors, options, "silu").square().sum()
+    loss = lean(tensors, options, "silu").sum()
     (grad,) = torch.autograd.grad(loss, tensors[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
         grad.sum().backward()
 
 

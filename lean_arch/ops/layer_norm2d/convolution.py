@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lean_arch.ops import plain_convolution
 from lean_arch.ops.backend import backend_for
+from lean_arch.ops.derivatives import once_differentiable
 from lean_arch.ops.layer_norm2d.op import check, room
 from lean_arch.ops.layer_norm2d.reference import new_map
 from lean_arch.ops.norm_act.op import convolved
@@ -56,7 +57,7 @@ class _NormConvolve(torch.autograd.Function):
         return convolved(_norm(x).forward(x, weight, bias, eps), filters, offset, geometry, None, ctx.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad):
         x, weight, bias, filters, offset = ctx.saved_tensors
         needs, norm, into = ctx.needs_input_grad[:5], _norm(x), new_map(x)
@@ -93,7 +94,7 @@ class _ConvolveNorm(torch.autograd.Function):
         return _norm(x).forward(z, weight, bias, eps)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad):
         x, filters, offset, weight, bias = ctx.saved_tensors
         needs, norm = ctx.needs_input_grad[:5], _norm(x)

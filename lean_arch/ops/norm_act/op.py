@@ -23,6 +23,9 @@ from torch import Tensor
 
 from lean_arch.ops import plain_convolution
 from lean_arch.ops.backend import backend_for
+from lean_arch.ops.derivatives import once_differentiable
+from lean_arch.ops.norm_act import portable
+from lean_arch.ops.norm_act.activations import ACTIVATIONS
 from lean_arch.ops.norm_act.reference import Norm
 from lean_arch.ops.plain_convolution import Geometry, arithmetic, result_dtype, slices, without_autocast
 
@@ -36,12 +39,21 @@ def room(backend: str):
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How act(norm(z)) is made from z, which may be kept by nobody but a `source`."""
+    """How act(norm(z)) is made from z, which may be kept by nobody but a `source`.
+
+    slopes: whether `convolve`, which has norm(z) at hand, multiplies the gradient by act's slopes.
+    """
 
     weight: Tensor | None
     bias: Tensor | None
     norm: Norm
     source: "Source | None"
+    slopes: bool
+
+    def sloped(self, g: Tensor, z: Tensor) -> Tensor:
+        """g * act'(norm(z)), in z's dtype, perhaps written over g."""
+        u = portable.normalise(z, self.weight, self.bias, self.norm)
+        return ACTIVATIONS[self.norm.act][1](g.to(z.dtype), u)
 
     def activate(self, z: Tensor) -> Tensor:
         return room(self.norm.backend).activate(z, self.weight, self.bias, self.norm)
@@ -53,7 +65,7 @@ class Recipe:
     def made_of(self, tensors: Iterator[Tensor | None]) -> "Recipe":
         weight, bias, mean, rstd, var = islice(tensors, 5)
         norm = dataclasses.replace(self.norm, mean=mean, rstd=rstd, var=var)
-        return Recipe(weight, bias, norm, self.source and self.source.made_of(tensors))
+        return Recipe(weight, bias, norm, self.source and self.source.made_of(tensors), self.slopes)
 
 
 class Activation(NamedTuple):
@@ -139,8 +151,11 @@ def activate(
     stand_in = z.detach()
     if source:
         stand_in = z.new_empty(()).expand(z.shape)
-    stand_in, pooled = _Activate.apply(z, weight, bias, norm, stand_in, pooled, source or True)
-    return Activation(stand_in, values, pooled, Recipe(weight, bias, norm, source))
+    # the gradient of the means, which is to be multiplied too, comes after `convolve`
+    slopes = not pool and norm.backend == "torch" and norm.act != "identity"
+    rest = dataclasses.replace(norm, act="identity") if slopes else norm
+    stand_in, pooled = _Activate.apply(z, weight, bias, rest, stand_in, pooled, source or True)
+    return Activation(stand_in, values, pooled, Recipe(weight, bias, norm, source, slopes))
 
 
 def _first(x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings) -> tuple[Tensor, Norm]:
@@ -202,7 +217,7 @@ class _Activate(torch.autograd.Function):
         return values.view_as(values), None if pooled is None else pooled.view_as(pooled)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad, pooled_grad):
         weight, bias, mean, rstd, var, *kept = ctx.saved_tensors
         source = ctx.source and ctx.source.made_of(iter(kept))
@@ -228,30 +243,33 @@ class _Convolve(torch.autograd.Function):
         return convolved(x if values is None else values, weight, bias, geometry, gate, ctx.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad):
         x, gate, weight, bias, *kept = ctx.saved_tensors
         of = ctx.of and ctx.of.made_of(iter(kept))
         if x is None:
             x = of.source.get()
         needs_x, needs_gate, needs_weight, needs_bias = ctx.needs_input_grad[:4]
+        needs_a, slopes = needs_x or needs_gate, of is not None and of.slopes
         into = torch.empty_like(x) if needs_x else None
         of_gate = torch.empty_like(gate) if needs_gate else None
         sums = [None, None]  # gradients of weight and bias
         with without_autocast(x):
             wide = arithmetic(ctx.dtype, x.device)
             wide_weight = weight.to(wide)
-            needs = needs_x or needs_gate, needs_weight, needs_bias
+
+            def backward(part: slice, a: Tensor, *needs: bool) -> tuple[Tensor | None, ...]:
+                return plain_convolution.backward(grad[part].to(wide), a.to(wide), wide_weight, ctx.geometry, needs)
 
             def differentiate(part: slice):  # its own scope: nothing of a slice outlives it
                 a = x[part] if of is None else of.activate(x[part])
                 gated = a if gate is None else a * gate[part]
                 if gate is None:
                     del a
-                g, *shares = plain_convolution.backward(
-                    grad[part].to(wide), gated.to(wide), wide_weight, ctx.geometry, needs
-                )
+                g, *shares = backward(part, gated, needs_a and not slopes, needs_weight, needs_bias)
                 del gated
+                if needs_a and slopes:  # the activation is gone when its gradient comes
+                    g = backward(part, x[part], True, False, False)[0]
                 for number, (share, parameter) in enumerate(zip(shares, (weight, bias))):
                     if share is not None:
                         first = sums[number] is None
@@ -259,8 +277,9 @@ class _Convolve(torch.autograd.Function):
                 if needs_gate:
                     of_gate[part] = a.mul_(g).sum((2, 3), keepdim=True)
                 if needs_x:
-                    into[part] = g if gate is None else g.mul_(gate[part])
+                    g = g if gate is None else g.mul_(gate[part])
+                    into[part] = of.sloped(g, x[part]) if slopes else g
 
-            for part in slices(x):
+            for part in slices(x, elements=2**18):
                 differentiate(part)
         return into, of_gate, *sums, None, None, None
