@@ -35,9 +35,8 @@ def once_differentiable(backward):
             found = backward(ctx, *grads)
         if not torch.is_grad_enabled():  # nobody asked for a graph of the gradients
             return found
-        refuse = torch._C._functions.DelayedError(
-            b"what keeps less for its backward pass cannot be differentiated twice; its twin of torch.nn can", len(found)
-        )
+        message = b"what keeps less for its backward pass cannot be differentiated twice; its twin of torch.nn can"
+        refuse = torch._C._functions.DelayedError(message, len(found))
         return refuse(*(None if g is None else g.detach().requires_grad_() for g in found))
 
     return run

@@ -1,6 +1,7 @@
 """Train several architectures, each in a process of its own on the same batches, and set their costs side by side."""
 
 import csv
+import dataclasses
 import io
 import pathlib
 import subprocess
@@ -12,8 +13,10 @@ from rich.table import Table
 from lean_arch.memory import format_bytes
 from lean_arch.memory.ledger import CATEGORIES
 from lean_arch.models import check_name
+from lean_arch.registry import SEQUENCE_MODELS
 from lean_arch.training import state
 from lean_arch.training.config import InputError, TrainConfig
+from lean_arch.training.data import digits_size
 
 FIGURES = ("params", "peak_bytes", *CATEGORIES, "samples_per_s", "val_accuracy")
 CHANGES = ("peak_change", "speed_change", "accuracy_change")
@@ -33,6 +36,7 @@ def compare(config: TrainConfig) -> list[dict]:
             check_name(arch)
         except ValueError as error:
             raise InputError(str(error)) from error
+    config = at_one_size(config)
     folder = state.free_folder(config.output, pathlib.Path("runs/compare"), "comparison.csv")
     rows = []
     for arch in config.compare:
@@ -50,6 +54,14 @@ def compare(config: TrainConfig) -> list[dict]:
     state.write_whole(folder / "comparison.png", as_png(rows))
     console.print(f"written to {folder}")
     return rows
+
+
+def at_one_size(config: TrainConfig) -> TrainConfig:
+    """With the largest of the sizes at which its archs see digits by default: or their batches would differ."""
+    of_digits = config.data in (None, "digits") and not any(arch in SEQUENCE_MODELS for arch in config.compare)
+    if not of_digits or config.img_size is not None:
+        return config
+    return dataclasses.replace(config, img_size=max(digits_size(arch) for arch in config.compare))
 
 
 def row_of(arch: str, folder: pathlib.Path, status: int) -> dict:

@@ -37,7 +37,9 @@ class TrainConfig:
     )
     data_dir: str = option("data", "where timm:NAME keeps its files")
     num_classes: int | None = option(None, "classes of the data, where it does not say so itself")
-    img_size: int | None = option(None, "side of the images in pixels; default: digits 32, else the arch's own")
+    img_size: int | None = option(
+        None, "side of the images in pixels; default: digits 32, 64 for an arch of stride 32; else the arch's own"
+    )
     seq_len: int | None = option(None, "bytes of text in a sequence; default: the arch's own")
     batch_size: int | None = option(
         None, "images or sequences an optimizer step, over all devices; default: images 32, text 16"

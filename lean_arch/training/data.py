@@ -20,9 +20,10 @@ from timm.data import create_dataset, create_transform, resolve_data_config
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lean_arch.models import create_model
 from lean_arch.training.config import InputError, TrainConfig
 
-DIGITS_SIZE = 32
+DIGITS_SIZE = 32  # least
 DIGITS_MEAN, DIGITS_STD = 0.305, 0.376
 VALIDATION_NAMES = ("val", "validation", "valid", "test")
 
@@ -122,6 +123,17 @@ class Images(Dataset):
         return torch.stack(images), torch.tensor(labels)
 
 
+def digits_size(arch: str) -> int:
+    """Side in pixels at which `arch` sees digits by default: at least 32, with two pixels or more to its last map's.
+
+    A last map of a single pixel leaves BatchNorm only the batch to average over, and the last stages nothing to move.
+    """
+    with torch.device("meta"):
+        stages = create_model(arch).feature_info
+    stride = max(stage["reduction"] for stage in stages)
+    return stride * max(2, math.ceil(DIGITS_SIZE / stride))
+
+
 @contextlib.contextmanager
 def own_randomness(*key: int) -> Iterator[None]:
     """Within, Python's, NumPy's and PyTorch's CPU generators start from `key`; after, they are as they were."""
@@ -138,9 +150,9 @@ def open_data(config: TrainConfig) -> Data:
     """The datasets that `config.data` names. Raises InputError where they cannot be had."""
     kind, _, place = config.data.partition(":")
     if kind == "digits":
-        size = config.img_size or DIGITS_SIZE
         if config.num_classes not in (None, 10):
             raise InputError(f"num_classes {config.num_classes} does not suit digits, which has 10; leave it out")
+        size = config.img_size or digits_size(config.arch)
         return Data(Digits(size, True, config.seed), Digits(size, False, config.seed), 10, 1, size)
     train, val = open_folder(place) if kind == "folder" else open_timm(place, config.data_dir)
     pretrained = timm.get_pretrained_cfg(config.arch)

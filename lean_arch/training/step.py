@@ -69,7 +69,8 @@ def build_sequence_model(config: TrainConfig) -> nn.Module:
 def build_model(config: TrainConfig, data: Data) -> nn.Module:
     """`config.arch` for the classes, channels and image size of `data`, its weights drawn from `config.seed`.
 
-    Raises InputError when there is no such arch, or it does not take the image size or the drop rates.
+    A classifier that would begin too loud is made quieter. Raises InputError when there is no such arch, or it does not
+    take the image size or the drop rates.
     """
     options = {"num_classes": data.num_classes, "in_chans": data.in_chans}
     options |= given(config, "drop_rate", "drop_path_rate")
@@ -87,7 +88,25 @@ def build_model(config: TrainConfig, data: Data) -> nn.Module:
             size = f"arch {config.arch} at img_size {data.img_size}"
             raise InputError(f"{size} does not fit in memory; a smaller one would") from error
     check_size(config.arch, model, data)
+    quieten_classifier(model)
     return model
+
+
+@torch.no_grad()
+def quieten_classifier(model: nn.Module) -> None:
+    """Scales down, in place, classifier weights whose standard deviation is above 1 / sqrt(inputs).
+
+    At that bound features of unit variance give logits of unit variance (LeCun et al. 1998, Efficient BackProp, section
+    4.6). timm draws the classifiers of its mobile nets by the number of classes alone, with a thousand in mind: ten
+    classes make them six times as loud, the first predictions sure and wrong, and clipping leaves little of gradients.
+    """
+    heads = model.get_classifier()  # a tuple where one is distilled
+    for head in heads if isinstance(heads, tuple) else (heads,):
+        for layer in head.modules():
+            if isinstance(layer, nn.Linear | nn.Conv2d):
+                bound, spread = layer.weight[0].numel() ** -0.5, layer.weight.std().item()
+                if spread > bound:
+                    layer.weight.mul_(bound / spread)
 
 
 def given(config: TrainConfig, *names: str) -> dict:

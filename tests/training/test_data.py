@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from lean_arch.models import create_model
+from lean_arch.training.compare import at_one_size
 from lean_arch.training.config import InputError, TrainConfig
 from lean_arch.training.data import DIGITS_MEAN, DIGITS_STD, Batches, Digits, loader, open_data
 
@@ -42,6 +44,33 @@ def test_validation_digits_are_the_scans_enlarged():
     want = F.interpolate(F.pad(scans[at : at + 1], (4, 4, 4, 4)), scale_factor=4, mode="bicubic")[..., 16:48, 16:48]
     torch.testing.assert_close(images[1:], (want - DIGITS_MEAN) / DIGITS_STD, atol=1e-4, rtol=1e-4)
     assert labels[1] == load_digits().target[at]
+
+
+@pytest.mark.parametrize(
+    ("arch", "side"),
+    [("lean_vit", 32), ("vit_small_patch14_dinov2", 42), ("lean_mobilenetv3_small", 64), ("lean_revnet", 64)],
+)
+def test_digits_leave_the_last_map_more_than_a_pixel(arch, side):
+    data = open_data(TrainConfig(arch=arch).settled())
+    assert data.img_size == data.train[0, [3]][0].shape[-1] == side
+    if side == 64:
+        maps = create_model(arch, in_chans=1).eval().forward_features(data.sample(1)[0].zero_())
+        assert maps.shape[-2:] == (2, 2)
+    assert open_data(TrainConfig(arch=arch, img_size=28).settled()).img_size == 28
+
+
+@pytest.mark.parametrize(
+    ("options", "side"),
+    [
+        ({}, 64),
+        ({"img_size": 96}, 96),
+        ({"data": "timm:torch/cifar10"}, None),
+        ({"compare": ["lean_vit", "lean_lm"]}, None),
+    ],
+)
+def test_a_comparison_has_one_size_of_digits(options, side):
+    config = TrainConfig(**{"compare": ["lean_vit", "test_resnet"]} | options)
+    assert at_one_size(config).img_size == side
 
 
 def test_a_training_digit_depends_on_seed_epoch_and_index_alone():

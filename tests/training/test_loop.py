@@ -53,6 +53,13 @@ def test_it_learns_the_digits(tmp_path):
     assert summary["steps"] == 4 * (1434 // 32)
 
 
+@pytest.mark.slow
+def test_a_net_of_depthwise_convolutions_learns_the_digits(tmp_path):
+    summary = run(tmp_path, arch="lean_mobilenetv3_small", img_size=None, batch_size=32, max_steps=None, epochs=5)
+    assert summary["val_accuracy"] > 0.95
+    assert abs(summary["predicted_peak_bytes"] / summary["peak_bytes"] - 1) < 0.02
+
+
 def test_micro_batches_leave_the_curve_as_it_is(tmp_path):
     for name, size in (("whole", 16), ("parts", 5)):
         run(tmp_path / name, micro_batch_size=size, drop_rate=0.0, drop_path_rate=0.0)

@@ -72,6 +72,21 @@ def test_a_convolutional_net_needs_no_image_size():
 
 
 @pytest.mark.parametrize(
+    ("arch", "loud"), [("test_efficientnet", True), ("test_vit", False), ("deit_tiny_distilled_patch16_224", False)]
+)
+def test_a_classifier_begins_no_louder_than_its_inputs(arch, loud):
+    data = Data(None, None, num_classes=4, in_chans=3, img_size=32)
+    model = build_model(TrainConfig(arch=arch, seed=5), data)
+    torch.manual_seed(5)
+    drawn = timm.create_model(arch, num_classes=4, **{} if loud else {"img_size": 32})
+    for (name, got), want in zip(model.named_parameters(), drawn.parameters(), strict=True):
+        if loud and name == "classifier.weight":
+            assert got.std().item() == pytest.approx(256**-0.5)
+            want = want * (got.std() / want.std())
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(
     ("options", "size", "words"),
     [
         ({"arch": "test_vot"}, 32, "test_vot.*test_vit"),
