@@ -24,7 +24,7 @@ from lean_arch.ops.targets import DTYPES, Build, Target
 
 CHANNELS = 2**12  # that fit a tile
 TILE = 2048  # numbers of it, 8 a thread, or 16 of many channels: with two 64-bit addresses to each, more would spill
-WARPS = 8  # at most: more leave too few registers to a thread
+WARPS = {False: 8, True: 16}  # at most, by LAST: more leave too few registers to a thread, fewer too many numbers
 PROGRAMS = 512  # that share the pixels of the backward pass, at most
 
 
@@ -103,7 +103,7 @@ def blocks(channels: int, pixels: int, last: bool) -> tuple[dict[str, int], int]
     """(the tile, warps for it)."""
     wide = triton.next_power_of_2(channels)
     block = min(max(TILE // wide, 1), triton.next_power_of_2(max(pixels, 1)))
-    return {"BLOCK_P": block, "BLOCK_C": wide, "LAST": last}, min(max(wide * block // 256, 1), WARPS)
+    return {"BLOCK_P": block, "BLOCK_C": wide, "LAST": last}, min(max(wide * block // 256, 1), WARPS[last])
 
 
 def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

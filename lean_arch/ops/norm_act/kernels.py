@@ -13,13 +13,12 @@ import torch
 import triton
 from torch import Tensor
 
-from lean_arch.ops.depthwise.kernels import check, device_of
+from lean_arch.ops.depthwise.kernels import NUM_WARPS, REGISTERS, check, device_of, limits
 from lean_arch.ops.depthwise.reference import layout_of
 from lean_arch.ops.norm_act.passes import norm_act_gradient, norm_act_map, norm_act_sums, norm_join, norm_statistics
 from lean_arch.ops.norm_act.reference import Norm, move
 from lean_arch.ops.targets import DTYPES, Build, Target
 
-NUM_WARPS = 4
 TILE = 1024  # numbers of it: 8 a thread, the widest load in 16 bits
 STEPS = 8  # tiles of a stretch, or as many as leave STRETCHES of them
 STRETCHES = 1024
@@ -45,7 +44,7 @@ def tiled(flat: Tensor) -> tuple[dict, int]:
     """(the tile of a map (B, C, P) and how it is run, tiles to all of its channels)."""
     _, channels, pixels = flat.shape
     tile = blocks(channels, pixels, channels > 1 and pixels > 1 and flat.stride(1) == 1)
-    return tile | {"num_warps": NUM_WARPS}, triton.cdiv(channels, tile["BLOCK_C"])
+    return tile | limits(flat), triton.cdiv(channels, tile["BLOCK_C"])
 
 
 def by_stretches(kernel, flat: Tensor, inputs: tuple, *strides: int, **act: str) -> tuple[Tensor, tuple[int, ...]]:
@@ -136,6 +135,7 @@ SIGNATURE = {
 
 def builds(target: Target) -> Iterator[Build]:
     """Each kernel in both layouts, with all its choices, and of the activations that which takes the most registers."""
+    most = REGISTERS if target.backend == "cuda" else None
     for last, dtype in itertools.product((False, True), DTYPES):
         tile = blocks(128, 4096, last)
         near = ("x_c", "out_c", "grad_c", "into_c") if last else ("x_p", "out_p", "grad_p", "into_p")
@@ -145,7 +145,7 @@ def builds(target: Target) -> Iterator[Build]:
             signature = {n: SIGNATURE.get(n, "i32").replace("DTYPE", dtype) for n in fn.arg_names}
             signature = {n: kind for n, kind in signature.items() if n not in constexprs}
             name = f"{fn.__name__}{'_channels_last' * last}"
-            yield Build(name, dtype, fn, signature, constexprs, NUM_WARPS, 1, uses_dot=False)
+            yield Build(name, dtype, fn, signature, constexprs, NUM_WARPS, 1, uses_dot=False, maxnreg=most)
     signature = {n: SIGNATURE.get(n, "i32") for n in norm_join.arg_names[:-2]}
     constexprs = dict(zip(("BLOCK_S", "BLOCK_C"), JOINED))
     yield Build("norm_join", "fp32", norm_join, signature, constexprs, NUM_WARPS, 1, uses_dot=False)
