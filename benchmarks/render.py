@@ -32,14 +32,40 @@ def mb(nbytes: str) -> str:
     return f"{int(nbytes) / 1e6:.1f} MB"
 
 
+SHOWN = "lean_vit_small", "lean_mobilenetv3_large", "lean_efficientnet_b0", "lean_convnext_tiny", "lean_revnet"
+
+
 def memory(rows):
-    header = ["forward + backward", "precision", "step memory", "less by", "time"]
-    body = [
-        [r["variant"], r["precision"], mb(r["step_bytes"]), f"{float(r['bytes_ratio']):.1f}x", f"{r['time_ratio']}x"]
-        for r in rows
-    ]
-    note = f"Batch of {rows[0]['batch_size']}, {rows[0]['img_size']} pixels; above weights, gradients and batch."
-    return table(header, body) + f"\n\n{note}"
+    header = ["forward + backward"]
+    for precision in ("fp32", "bf16"):
+        header += [f"{precision}: step memory", "less by", "time"]
+    cells = {(r["variant"], r["precision"]): r for r in rows if r["img_size"] == "224" and r["arch"] in SHOWN}
+    body = []
+    for variant in dict.fromkeys(variant for variant, _ in cells):
+        line = [variant]
+        for precision in ("fp32", "bf16"):
+            r = cells[variant, precision]
+            there = r["status"] == "measured"
+            line += (
+                [mb(r["step_bytes"]), f"{float(r['bytes_ratio']):.1f}x", f"{r['time_ratio']}x"]
+                if there
+                else [r["status"], "", ""]
+            )
+        body.append(line)
+    note = f"Batch of {rows[0]['batch_size']}, 224 pixels; above weights, gradients and batch."
+    return table(header, body) + f"\n\n{note}\n\n{memory_by_size(rows)}"
+
+
+def memory_by_size(rows):
+    """Step memory of the CNNs over image sizes, and of their twins."""
+    sizes = list(dict.fromkeys(r["img_size"] for r in rows))
+    body = []
+    for arch in SHOWN[1:4]:
+        mine = [r for r in rows if r["arch"] == arch and r["precision"] == "bf16"]
+        for variant in dict.fromkeys(r["variant"] for r in mine):
+            of_sizes = [r for r in mine if r["variant"] == variant]
+            body.append([variant, *(mb(r["step_bytes"]) if r["step_bytes"] else r["status"] for r in of_sizes)])
+    return table(["bf16", *(f"{size} pixels" for size in sizes)], body)
 
 
 def depth(rows):

@@ -18,7 +18,7 @@ grad_x, grad_weight), beside F.conv2d and its backward:
   has them does the same.
 - The weight's gradient is itself a depthwise convolution, each image's with its gradient as the filter, stride and
   dilation swapped. oneDNN's forward kernel is several times as fast at that as its kernel for the purpose, save for 3x3
-  in channels_last.
+  in channels_last, and on CPUs with AVX-512 in either layout (144, 56x56, stride 2, float32: 1.0 ms against 1.4).
 - oneDNN's fast forward kernel takes no border wider than BORDER where maps are contiguous or taps apart (a 31x31 filter
   took 15 times as long); so such a border is written out first. Its kernel for grad_x takes no dilation; a forward
   convolution with the filter turned round does.
@@ -26,6 +26,7 @@ grad_x, grad_weight), beside F.conv2d and its backward:
 Shapes as in reference.py.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -83,10 +84,10 @@ def backward(
 
         grad_x = joined(parts(x, whole), by_x, lambda: new_input_gradient(x), x.dtype, layout)
     if needs[1]:
-        swapped = layout == torch.contiguous_format or max(kernel) > 3 or max(dilation) > 1
-        layout, by_weight = (torch.contiguous_format, correlation) if swapped else (layout, weight_gradient)
+        fast = max(kernel) <= 3 and max(dilation) == 1 and (layout == torch.channels_last or _has_avx512())
+        layout, by_weight = (layout, weight_gradient) if fast else (torch.contiguous_format, correlation)
         grad_weight = weight.new_zeros(weight.shape, dtype=product)
-        for part in parts(x, whole and not swapped):
+        for part in parts(x, whole and fast):
             g, image = (dense(t[part], product, layout) for t in (grad, x))
             grad_weight[part[1]] += by_weight(g, image, kernel, stride, padding, dilation)
     if needs[2]:
@@ -94,6 +95,11 @@ def backward(
         for part in parts(grad, False):
             grad_bias[part[1]] += grad[part].sum((0, 2, 3), dtype=product)
     return grad_x, grad_weight, grad_bias
+
+
+@functools.cache
+def _has_avx512() -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def goes_whole(x: Tensor, dilation: Pair) -> bool:

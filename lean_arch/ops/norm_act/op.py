@@ -29,6 +29,7 @@ from lean_arch.ops.norm_act.activations import ACTIVATIONS
 from lean_arch.ops.norm_act.reference import Norm
 from lean_arch.ops.plain_convolution import Geometry, arithmetic, result_dtype, slices, without_autocast
 
+SLICE = 2**20  # bytes of a map that a backward pass works on at a time; smaller ones take more time, larger ones memory
 ROOMS = {"reference": "reference", "torch": "portable", "triton": "kernels"}
 
 
@@ -280,6 +281,6 @@ class _Convolve(torch.autograd.Function):
                     g = g if gate is None else g.mul_(gate[part])
                     into[part] = of.sloped(g, x[part]) if slopes else g
 
-            for part in slices(x, elements=2**18):
+            for part in slices(x, elements=SLICE // wide.itemsize):
                 differentiate(part)
         return into, of_gate, *sums, None, None, None

@@ -1,7 +1,7 @@
 """BatchNorm with an activation by PyTorch's operators.
 
 Forward, backward and what is computed again for the latter all run the kernels of nn.BatchNorm2d and of the activation,
-so that the numbers are theirs to the bit. Backward, a map of more than WHOLE numbers goes some channels at a time, so
+so that the numbers are theirs to the bit. Backward, a map of more than WHOLE bytes goes some channels at a time, so
 that little is held beside it, and its gradient is written where the gradient came in; that takes three copies of each
 slice.
 
@@ -16,7 +16,7 @@ from lean_arch.ops.norm_act.activations import ACTIVATIONS
 from lean_arch.ops.norm_act.reference import Norm
 from lean_arch.ops.plain_convolution import slices
 
-WHOLE = 2**17  # 512 KiB of float32; the kernel takes two maps beside those it reads
+WHOLE = 2**19  # the kernel takes two maps beside those it reads
 _native = torch.ops.aten.native_batch_norm
 _native_backward = torch.ops.aten.native_batch_norm_backward
 
@@ -58,10 +58,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As in reference.py, where a map that goes whole, written over, leaves its gradient in a tensor of its own."""
     dense = x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
-    if grad is into and x.numel() <= WHOLE and dense and grad.stride() == x.stride():
+    if grad is into and x.nbytes <= WHOLE and dense and grad.stride() == x.stride():
         return _of_channels(grad, pooled_grad, x, weight, bias, norm)
     of_weight, of_bias = torch.empty_like(norm.mean), torch.empty_like(norm.mean)
-    for c in slices(x, dim=1, elements=WHOLE):
+    for c in slices(x, dim=1, elements=WHOLE // x.itemsize):
         z = x[:, c].contiguous()
         g = torch.zeros_like(z) if grad is None else grad[:, c].clone(memory_format=torch.contiguous_format)
         w, b, mean, rstd, var = (None if t is None else t[c] for t in (weight, bias, norm.mean, norm.rstd, norm.var))
