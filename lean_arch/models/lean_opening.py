@@ -1,7 +1,8 @@
 """timm's MobileNets and EfficientNets whose stem and first blocks, the largest maps of all, are one chain.
 
-Between two parts of a chain nobody keeps an activation; so up to the first depthwise block's end no map is kept but
-the results of dear convolutions. Features and checkpointed passes run part by part, as in timm.
+Between two parts of a chain nobody keeps an activation; so up to the first block that is more than convolutions and
+norms, in MobileNetV1 to the last, no map is kept but the results of dear convolutions. Features and checkpointed passes
+run part by part, as in timm.
 
 Shapes: x (B, 3, H, W), features (B, C, H / 32, W / 32).
 """
@@ -45,8 +46,6 @@ class _Opening:
                 break
             parts += [part for block in stage for part in block.children() if not isinstance(part, nn.Identity)]
             stages += 1
-            if isinstance(stage[-1], SeparableConv2d):
-                break
         return parts, stages
 
 
