@@ -1,5 +1,6 @@
 """timm's own model tests, from its source distribution on PyPI, run over every architecture of the zoo."""
 
+import os
 import re
 import subprocess
 import sys
@@ -28,7 +29,9 @@ def test_zoo_passes_timms_model_tests(tmp_path):
     # nothing is downloaded; the two largest ConvNeXts have 25 sets of weights with settings like the tiny one's
     chosen = "lean_ and not pretrained and not (default_cfgs and (convnext_small or convnext_base))"
     command = ["-m", "pytest", "-q", "-p", "lean_arch", "-p", "no:cacheprovider", "tests/test_models.py", "-k", chosen]
-    done = subprocess.run([sys.executable, *command], cwd=tests.parent, capture_output=True, text=True)
+    command += ["-n", str(os.cpu_count())]
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *command], cwd=tests.parent, env=alone, capture_output=True, text=True)
     print(done.stdout[-3000:])
     assert done.returncode == 0, done.stdout[-3000:]
     passed = int(re.search(r"(\d+) passed", done.stdout)[1])
