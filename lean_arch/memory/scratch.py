@@ -155,8 +155,9 @@ class Probe:
 
     def __init__(self, func, args: tuple, kwargs: dict):
         self.batch = args[0].shape[0]
-        batches = SMALL if self.batch > SMALL[-1] else (self.batch,)
-        self.keys = [self._key(func, args, kwargs, batch) for batch in batches]
+        self.whole = self._key(func, args, kwargs, self.batch)
+        few = self.batch <= SMALL[-1]
+        self.keys = [self.whole] if few else [self._key(func, args, kwargs, batch) for batch in SMALL]
 
     @staticmethod
     def _key(func, args, kwargs, batch):
@@ -184,12 +185,20 @@ def probe(calls: list[Probe]) -> list[int]:
     """Scratch bytes of `calls`.
 
     Runs each distinct one on zeros with a batch of at most 4 and extends what it took to the batch in question:
-    every block grows linearly.
+    every block grows linearly. Where two small batches go by different kernels, the batch in question is run.
     """
+    _look_up(calls)
+    for call in calls:
+        if len({len(_seen[key]) for key in call.keys}) > 1:
+            call.keys = [call.whole]
+    _look_up(calls)
+    return [call.scratch() for call in calls]
+
+
+def _look_up(calls: list[Probe]) -> None:
     missing = list(dict.fromkeys(key for call in calls for key in call.keys if key not in _seen))
     if missing:
         _run(missing)
-    return [call.scratch() for call in calls]
 
 
 def _run(keys: list[tuple]) -> None:

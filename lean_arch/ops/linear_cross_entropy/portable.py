@@ -72,13 +72,13 @@ def locate(target: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 def slopes(
     x: Tensor, w: Tensor, b: Tensor | None, lse: Tensor, target: Tensor, smoothing: float, floor: float, scratch: Tensor
 ) -> Tensor:
-    """A tile of d loss / d logits: softmax - (1 - smoothing) one-hot - floor, in x's dtype."""
+    """A tile of d loss / d logits: softmax - (1 - smoothing) one-hot - floor, in x's dtype, in `scratch`."""
     tile = project(x, w, b, scratch).sub_(lse[:, None]).exp_()
     if floor:
         tile.sub_(floor)
     at, there = locate(target, len(w))
     tile.scatter_(1, at, tile.gather(1, at) - (1 - smoothing) * there[:, None].to(tile.dtype))
-    return tile.to(x.dtype)
+    return tile if tile.dtype == x.dtype else scratch[: tile.numel()].view(tile.shape).copy_(tile)
 
 
 def backward(
@@ -154,7 +154,7 @@ def scratch_bytes(x: Tensor, weight: Tensor, dtype: torch.dtype, needs: list[boo
         return tokens * (1 + sums.itemsize) + max(tile, 2 * tokens * sums.itemsize)
     need_x, need_weight, _ = needs
     scaled = rows * size * (sums.itemsize + narrow * dtype.itemsize) * need_weight
-    tile += stripe + near + max(narrow * (widened + rows * columns * dtype.itemsize), scaled, marks)
+    tile += stripe + near + max(narrow * widened, scaled, marks)
     if need_weight and weight.dtype != sums:  # a stripe of its gradient
         tile += columns * size * sums.itemsize
     held = tokens * (1 + sums.itemsize * (1 + (dtype == torch.float16)))
