@@ -34,7 +34,7 @@ def trained(name, dtype=torch.float32, **options):
 
 
 def assert_same_step(one, other, x, y):
-    """Logits of x by one and of y by another, and all gradients; in float64, for BatchNorm amplifies what is rounded."""
+    """Logits of x by one and of y by another, and all gradients; float64, for BatchNorm amplifies roundings."""
     for model, z in ((one, x), (other, y)):
         model(z).square().sum().backward()
     grads = [[p.grad for p in model.parameters()] for model in (one, other)]
