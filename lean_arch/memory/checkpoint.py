@@ -2,8 +2,7 @@
 
 After Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016 (arXiv:1604.06174).
 
-The module tree stays: a checkpointed module is the same object, of a subclass of its class. So names, hooks,
-state_dict, isinstance, indexing and deepcopy work as before, and "none" gives the class back.
+The module tree stays: a checkpointed module is the same object, of a subclass of its class, which "none" gives back.
 """
 
 import contextlib
@@ -21,6 +20,7 @@ from lean_arch.memory.selective import Keep, Reuse
 from lean_arch.memory.units import cut, find_blocks
 from lean_arch.ops.convolution import small_map_convolutions
 from lean_arch.ops.replay import autocast_as_now
+from lean_arch.ops.subclass import Mixin, become, options_of, revert
 
 POLICIES = "none", "all", "sqrt", "selective"
 OWN_SWITCHES = "grad_checkpointing", "gradient_checkpointing", "memory_efficient"  # timm, transformers, DenseNets
@@ -57,7 +57,7 @@ def apply_checkpointing(model: nn.Module, policy: str | int) -> nn.Module:
         raise ValueError(f"checkpoint policy {policy!r} is unknown: use one of {known} or a number of segments")
     before = {module: type(module) for module in model.modules() if isinstance(module, _Checkpointed)}
     for module in before:
-        module.__class__ = module._plain_class
+        revert(module, _Checkpointed)
     if policy == "none":
         _restore_own_checkpointing(model)
         return model
@@ -101,11 +101,8 @@ def _restore_own_checkpointing(model):
             setattr(module, name, True)
 
 
-class _Checkpointed(nn.Module):  # of the same layout as what it is mixed into, or Python refuses the new class
-    """What the subclasses that `_become` makes have in common."""
-
-    def __reduce_ex__(self, protocol):
-        return _revive, (self._plain_class, *self._made_with), self.__dict__
+class _Checkpointed(Mixin):
+    """What the mixins of this file have in common; the first of their options says whether dear results are kept."""
 
 
 class _Unit(_Checkpointed):
@@ -114,7 +111,7 @@ class _Unit(_Checkpointed):
     def forward(self, *args, **kwargs):
         if not _records():
             return super().forward(*args, **kwargs)
-        return _run([self], super().forward, args, kwargs, selective=self._made_with[1])
+        return _run([self], super().forward, args, kwargs, selective=options_of(self, _Unit)[0])
 
 
 class _Chain(_Checkpointed):
@@ -123,7 +120,7 @@ class _Chain(_Checkpointed):
     def forward(self, input):
         if not _records():
             return super().forward(input)
-        _, selective, spans = self._made_with
+        selective, spans = options_of(self, _Chain)
         layers = list(self)
         done = 0
         for start, stop in spans:
@@ -142,20 +139,7 @@ def _through(layers, input):
 
 def _become(module, kind, *options):
     if not isinstance(module, _Checkpointed):  # a block used twice in one Sequential comes twice
-        module.__class__ = _subclass(type(module), kind, *options)
-
-
-@functools.cache
-def _subclass(plain_class, kind, *options):
-    # the name stays, because sharding policies find the layers to wrap by it
-    names = {"__module__": plain_class.__module__, "__qualname__": plain_class.__qualname__, "__doc__": None}
-    own = {"_plain_class": plain_class, "_made_with": (kind, *options)}
-    return type(plain_class.__name__, (kind, plain_class), names | own)
-
-
-def _revive(plain_class, kind, *options):
-    cls = _subclass(plain_class, kind, *options)
-    return cls.__new__(cls)
+        become(module, kind, *options)
 
 
 class _State(threading.local):
