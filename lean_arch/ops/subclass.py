@@ -1,6 +1,6 @@
-"""Other behaviour for a module that stays the same object: it becomes one of a subclass, made of its class and a mixin.
+"""Other behaviour for a module that stays the same object: its class becomes a subclass of itself and a mixin.
 
-So names, hooks, state_dict, isinstance, indexing, deepcopy and pickle work as before, and `revert` gives the class back.
+So names, hooks, state_dict, isinstance, indexing, deepcopy and pickle work as before; `revert` gives the class back.
 A mixin is a subclass of `Mixin` whose methods call super() for what the module did before.
 """
 
@@ -17,7 +17,7 @@ class Mixin(nn.Module):  # of the same layout as what it is mixed into, or Pytho
 
 
 def become(module: nn.Module, mixin: type[Mixin], *options) -> None:
-    """Mixes `mixin` into the class of `module`, in place. `options`, which must be hashable, are there for `options_of`."""
+    """Mixes `mixin` into the class of `module`, in place. `options` must be hashable; `options_of` gives them back."""
     module.__class__ = _subclass(type(module), mixin, options)
 
 
