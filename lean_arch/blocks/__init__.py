@@ -5,6 +5,7 @@ from lean_arch.blocks.convnext import ConvNeXtBlock
 from lean_arch.blocks.feedforward import ChunkedFeedForward
 from lean_arch.blocks.layer_norm2d import ConvNorm2d, LayerNorm2d, NormConv2d
 from lean_arch.blocks.lsh_attention import LSHAttention
+from lean_arch.blocks.memory_layer import MemoryLayer
 from lean_arch.blocks.norm_act import NormAct2d
 from lean_arch.blocks.reversible import ReversiblePair, ReversibleSequence
 from lean_arch.blocks.separable import InvertedResidual, SeparableConv2d
@@ -18,6 +19,7 @@ __all__ = [
     "KeyValues",
     "LSHAttention",
     "LayerNorm2d",
+    "MemoryLayer",
     "NormAct2d",
     "NormConv2d",
     "ReversiblePair",

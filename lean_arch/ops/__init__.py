@@ -6,5 +6,20 @@ from lean_arch.ops.backend import use
 from lean_arch.ops.depthwise.op import depthwise_conv2d
 from lean_arch.ops.layer_norm2d.op import layer_norm2d
 from lean_arch.ops.linear_cross_entropy.op import linear_cross_entropy
+from lean_arch.ops.sparse_linear.op import sparse_linear
+from lean_arch.ops.sparse_linear.structures import Blocks, Columns, Entries, Rows
+from lean_arch.ops.memory_lookup.op import memory_lookup
 
-__all__ = ["depthwise_conv2d", "layer_norm2d", "linear_cross_entropy", "lsh_attention", "sparse_attention", "use"]
+__all__ = [
+    "Blocks",
+    "Columns",
+    "Entries",
+    "Rows",
+    "depthwise_conv2d",
+    "layer_norm2d",
+    "linear_cross_entropy",
+    "lsh_attention",
+    "sparse_attention",
+    "sparse_linear",
+    "use",
+]
