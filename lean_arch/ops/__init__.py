@@ -6,9 +6,9 @@ from lean_arch.ops.backend import use
 from lean_arch.ops.depthwise.op import depthwise_conv2d
 from lean_arch.ops.layer_norm2d.op import layer_norm2d
 from lean_arch.ops.linear_cross_entropy.op import linear_cross_entropy
+from lean_arch.ops.memory_lookup.op import memory_lookup
 from lean_arch.ops.sparse_linear.op import sparse_linear
 from lean_arch.ops.sparse_linear.structures import Blocks, Columns, Entries, Rows
-from lean_arch.ops.memory_lookup.op import memory_lookup
 
 __all__ = [
     "Blocks",
@@ -19,6 +19,7 @@ __all__ = [
     "layer_norm2d",
     "linear_cross_entropy",
     "lsh_attention",
+    "memory_lookup",
     "sparse_attention",
     "sparse_linear",
     "use",
