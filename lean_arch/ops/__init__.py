@@ -20,6 +20,7 @@ __all__ = [
     "linear_cross_entropy",
     "lsh_attention",
     "memory_lookup",
+    "memory_lookup",
     "sparse_attention",
     "sparse_linear",
     "use",

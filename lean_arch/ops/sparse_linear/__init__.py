@@ -1,0 +1,1 @@
+"""Layers with a frozen weight and a small trained update that is sparse."""
