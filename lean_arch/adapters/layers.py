@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_arch.adapters.part import Part
-from lean_arch.ops.sparse_linear import sparse_conv1d, sparse_conv2d, sparse_embedding, sparse_linear
+from lean_arch.ops import sparse_conv1d, sparse_conv2d, sparse_embedding, sparse_linear
 from lean_arch.ops.subclass import Mixin, become, revert
 
 
