@@ -36,3 +36,13 @@ def is_quantised(weight: Tensor) -> bool:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, updates: Updates) -> Tensor:
     return F.linear(x, updated(weight, updates), bias)
+
+
+def conv2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, updates: Updates, stride, padding, dilation, groups: int
+) -> Tensor:
+    return F.conv2d(x, updated(weight, updates, groups), bias, stride, padding, dilation, groups)
+
+
+def embedding(ids: Tensor, weight: Tensor, updates: Updates, padding_idx: int | None) -> Tensor:
+    return F.embedding(ids, updated(weight, updates), padding_idx)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 Shape = Sequence[int]
 
@@ -117,7 +118,7 @@ class Blocks:
             _check_numbers(f"Blocks.{name}", index, whole // each, fitting, distinct=False)
         if self.rows.shape != self.cols.shape:
             raise ValueError(f"Blocks.rows has {len(self.rows)} numbers and Blocks.cols {len(self.cols)}; one each")
-        if not self.rows.is_meta:
+        if has_numbers(self.rows):
             places = self.rows * (weight_shape[1] // size[1]) + self.cols
             if len(places.unique()) != len(places):
                 raise ValueError("Blocks.rows and Blocks.cols name a block twice; each may come once")
@@ -145,7 +146,7 @@ class Entries:
         """Raises ValueError where this does not fit a weight of `weight_shape`."""
         whole = f"places in the weight {tuple(weight_shape)}"
         _check_numbers("Entries.index", self.index, math.prod(weight_shape), whole, distinct=False)
-        if not self.index.is_meta and (self.index.diff() <= 0).any():
+        if has_numbers(self.index) and (self.index.diff() <= 0).any():
             raise ValueError("Entries.index must be ascending without repeats; index.unique() is")
 
 
@@ -155,6 +156,11 @@ Structure = Columns | Rows | Blocks | Entries
 def spread(index: Tensor, each: int) -> Tensor:
     """The numbers of all members of some groups of `each`: (k,) -> (k * each,)."""
     return (index[:, None] * each + torch.arange(each, device=index.device)).flatten()
+
+
+def has_numbers(index: Tensor) -> bool:
+    """Whether its numbers can be looked at: not while a function is compiled or run without data."""
+    return not (torch.compiler.is_compiling() or index.is_meta or isinstance(index, FakeTensor))
 
 
 def _every(weight_shape, device):
@@ -178,7 +184,7 @@ def _check_numbers(name, index, limit, what, distinct=True):
     if not isinstance(index, Tensor) or index.dtype != torch.int64 or index.dim() != 1:
         found = f"{index.dtype} {tuple(index.shape)}" if isinstance(index, Tensor) else type(index).__name__
         raise ValueError(f"{name} must be a tensor of int64 with one dimension, got {found}")
-    if index.is_meta or not len(index):
+    if not has_numbers(index) or not len(index):
         return
     low, high = (n.item() for n in index.aminmax())
     if low < 0 or high >= limit:
