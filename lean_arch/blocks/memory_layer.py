@@ -65,6 +65,10 @@ class MemoryLayer(nn.Module):
         self.gate = nn.Linear(dim, value_dim, bias=False) if gated else None
         self.proj = nn.Linear(value_dim, dim, bias=False)
         self.drop = nn.Dropout(dropout)
+        # the a-th best of one half with the b-th best of the other: (a + 1)(b + 1) sums are at least as good
+        ranks = torch.arange(1, top_k + 1)
+        candidates = (ranks[:, None] * ranks <= top_k).nonzero().t().contiguous()
+        self.register_buffer("candidates", candidates, persistent=False)
         # scores of a normed query then have a variance of 1, and read values one of about 1
         nn.init.normal_(self.keys, std=key_dim**-0.5)
         nn.init.normal_(self.values, std=(num_heads * top_k) ** -0.5)
@@ -94,11 +98,10 @@ class MemoryLayer(nn.Module):
             torch.einsum("thq,hnq->thn", halves[:, :, side], keys).topk(self.top_k)
             for side, keys in enumerate(self.keys)
         )
-        # the best sums are among those of the best halves
-        sums = (first[..., :, None] + second[..., None, :]).flatten(-2)
-        scores, best = sums.topk(self.top_k)
-        slots = i.gather(-1, best // self.top_k) * self.num_keys + j.gather(-1, best % self.top_k)
-        return scores, slots
+        a, b = self.candidates
+        scores, best = (first[..., a] + second[..., b]).topk(self.top_k)
+        a, b = a[best], b[best]
+        return scores, i.gather(-1, a) * self.num_keys + j.gather(-1, b)
 
     def recall(self, index: Tensor, weights: Tensor) -> Tensor:
         """The sum of the values at `index`, by `weights`: (..., H K) -> (..., V)."""
