@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_arch.adapters.layers import AdaptedConv, AdaptedEmbedding, matrix
-from lean_arch.adapters.method import LayerMethod, refuse_quantised
+from lean_arch.adapters.method import LayerMethod
 from lean_arch.adapters.part import Part, value_dtype
 from lean_arch.registry import ADAPTERS
 
@@ -115,9 +115,6 @@ class LoRA(LayerMethod):
         if target in ("layers", "convs"):  # grouped convolutions that nobody named
             layers = [layer for layer in layers if layer.groups == 1]
         return layers
-
-    def check_merge(self, model, name, force):
-        refuse_quantised(self, model, name, force)
 
     def facts(self):
         return {

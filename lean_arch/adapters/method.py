@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from lean_arch.adapters.layers import add_part, matrix, remove_part
+from lean_arch.adapters.layers import add_part, matrix, mixin_for, remove_part
 from lean_arch.adapters.part import Part, is_quantised
 from lean_arch.adapters.targets import Layer, find_layers
 
@@ -83,6 +83,24 @@ class LayerMethod(Method):
         for _, layer, _ in list(self.parts(model, name)):
             remove_part(layer, name)
 
+    def check_merge(self, model, name, force):
+        users = {}
+        for path, module in model.named_modules():
+            for parameter in module._parameters.values():
+                users.setdefault(parameter, []).append((path, module))
+        for path, layer, _ in self.parts(model, name):
+            for other, module in users[mixin_for(layer).parameter(layer)]:
+                if name not in getattr(module, "adapters", ()):
+                    raise ValueError(
+                        f"name {name!r} changes the weight of layer {path!r}, which {other!r} shares without "
+                        "being changed by it; merging would change both"
+                    )
+            if is_quantised(matrix(layer)) and not force:
+                raise ValueError(
+                    f"name {name!r} changes the quantised weight of layer {path!r}, which would round most of it away; "
+                    "force=True merges all the same"
+                )
+
     def rebuild(self, model, name, saved):
         layers = {layer.name: layer for layer in find_layers(model, ".*")}
         found = []
@@ -99,16 +117,6 @@ class LayerMethod(Method):
         for layer, part in found:
             part.train(layer.module.training)
             add_part(layer.module, name, part)
-
-
-def refuse_quantised(method: Method, model: nn.Module, name: str, force: bool) -> None:
-    """Raises ValueError where a weight to merge into is quantised, unless forced."""
-    for path, layer, _ in method.parts(model, name):
-        if is_quantised(matrix(layer)) and not force:
-            raise ValueError(
-                f"merging {name!r} into the quantised weight of layer {path!r} would round most of it away; "
-                "force=True does it all the same"
-            )
 
 
 @dataclasses.dataclass

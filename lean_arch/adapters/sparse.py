@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lean_arch.adapters.lora import LoRA, LoRAPart
-from lean_arch.adapters.method import LayerMethod, refuse_quantised
+from lean_arch.adapters.method import LayerMethod
 from lean_arch.adapters.part import Part, dense, value_dtype
 from lean_arch.adapters.selection import SELECTIONS, check_structure, choose, each_gradient, input_norms
 from lean_arch.adapters.targets import Layer
@@ -153,9 +153,6 @@ class Sparse(LayerMethod):
         size = facts["size"] and tuple(facts["size"])
         structure(facts["kind"], state["index"], size).check(layer.weight.shape, layer.groups)
         return SparsePart(facts["kind"], state["index"], size, torch.empty_like(state["values"]), low_rank)
-
-    def check_merge(self, model, name, force):
-        refuse_quantised(self, model, name, force)
 
     def facts(self):
         names = "density", "structure", "seed", "rank"

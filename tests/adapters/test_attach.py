@@ -119,7 +119,7 @@ def test_heads_of_two_tasks_are_switched_along():
     adapters.activate(model, "first")
     trained = model.head.weight.clone()
     assert not torch.equal(trained, head)
-    with pytest.raises(ValueError, match="both train head.weight whole"):
+    with pytest.raises(ValueError, match="both train"):
         adapters.activate(model, ["first", "second"])
     adapters.activate(model, "second")
     assert not torch.equal(model.head.weight, trained)
