@@ -8,7 +8,7 @@ y (B, O, Ho, Wo). Inputs and outputs are dimension 1 in both.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,18 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lean_arch.ops import plain_convolution
+from lean_arch.ops.depthwise.reference import layout_of
 from lean_arch.ops.plain_convolution import Geometry, arithmetic, slices
 from lean_arch.ops.sparse_linear.reference import is_quantised, plain
 
-TILE = 2**17  # numbers of a weight that are converted at once, or an eighth of it where that is more
+WHOLE = 2**20  # numbers of a weight, from which on an eighth of it at a time is converted or laid out anew
 
 
-def tiles(weight: Tensor, dtype: torch.dtype, groups: int = 1) -> Iterator[slice]:
-    """Of the outputs, whole groups each: all of them where `weight` is of `dtype` and needs no copy."""
-    outputs, unit = weight.shape[0], weight.shape[0] // groups if groups > 1 else 1
-    most = weight.numel() if weight.dtype == dtype else max(weight.numel() // 8, TILE)
-    each = max(most // max(weight[0].numel() * unit, 1), 1) * unit
-    return (slice(start, min(start + each, outputs)) for start in range(0, outputs, each))
+def tiles(numbers: int, size: int) -> Iterator[slice]:
+    """Of a weight's dimension: all of it, or eighths where the weight is large."""
+    each = size if numbers < WHOLE else max(size // 8, 1)
+    return (slice(start, min(start + each, size)) for start in range(0, size, each))
 
 
 def in_dtype(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -52,7 +51,7 @@ class Linear:
             weight = weight if is_quantised(weight) else weight.to(x.dtype)
             return F.linear(x, weight, in_dtype(bias, x.dtype))
         y = x.new_empty(x.shape[0], weight.shape[0])
-        for tile in tiles(weight, wide):
+        for tile in tiles(weight.numel(), weight.shape[0]):
             w, b = weight[tile].to(wide), None if bias is None else bias[tile].to(wide)
             for part in slices(x, width=max(x.shape[1], len(w))):
                 y[part, tile] = F.linear(x[part].to(wide), w, b)
@@ -100,54 +99,60 @@ class Convolution:
         sizes = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation)
         return x.shape[0], weight.shape[0], *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes)
 
+    def pieces(self, weight: Tensor, dim: int) -> Iterator[tuple[Tensor, slice, slice, Geometry]]:
+        """Parts of the weight by outputs (dim 0), inputs (1) or groups, and which channels of y and of x they join."""
+        groups, every = self.geometry.groups, slice(None)
+        if groups == 1:
+            for tile in tiles(weight.numel(), weight.shape[dim]):
+                ours, theirs = (tile, every) if dim == 0 else (every, tile)
+                yield weight[ours, theirs], ours, theirs, self.geometry
+            return
+        outputs, inputs = weight.shape[0] // groups, weight.shape[1]
+        for tile in tiles(weight.numel(), groups):
+            ours, theirs = (slice(tile.start * each, tile.stop * each) for each in (outputs, inputs))
+            yield weight[ours], ours, theirs, self.geometry._replace(groups=tile.stop - tile.start)
+
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """In x's dtype, whatever the others are of."""
-        wide, geometry = arithmetic(x.dtype, x.device), self.geometry
-        if wide == x.dtype:
-            return plain_convolution.forward(x, weight.to(wide), in_dtype(bias, wide), geometry)
-        y = x.new_empty(self.output_shape(x, weight))
-        for part in slices(x):
-            rows = x[part].to(wide)
-            for tile in tiles(weight, wide, geometry.groups):
-                b = None if bias is None else bias[tile].to(wide)
-                some, partly = self.seen(rows, weight, tile)
-                y[part, tile] = plain_convolution.forward(some, weight[tile].to(wide), b, partly)
+        if not x.is_cpu:
+            return plain_convolution.forward(x, weight.to(x.dtype), in_dtype(bias, x.dtype), self.geometry)
+        y = torch.empty(self.output_shape(x, weight), dtype=x.dtype, memory_format=layout_of(x))
+        self.put_forward(y, x, weight, bias, Tensor.copy_)
         return y
 
-    def seen(self, x: Tensor, weight: Tensor, tile: slice) -> tuple[Tensor, Geometry]:
-        """What of x the outputs of a tile see, and the convolution from there to them."""
-        if self.geometry.groups == 1:
-            return x, self.geometry
-        unit = weight.shape[0] // self.geometry.groups
-        first, last = tile.start // unit, tile.stop // unit
-        each = weight.shape[1]
-        return x[:, first * each : last * each], self.geometry._replace(groups=last - first)
+    def add_forward(self, y: Tensor, x: Tensor, weight: Tensor) -> None:
+        self.put_forward(y, x, weight, None, Tensor.add_)
+
+    def put_forward(self, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, put: Callable) -> None:
+        wide = arithmetic(x.dtype, x.device)
+        for part in slices(x if x.numel() > y.numel() else y):
+            rows = x[part].to(wide)
+            for w, ours, theirs, geometry in self.pieces(weight, 0):
+                b = None if bias is None else bias[ours].to(wide)
+                put(y[part, ours], plain_convolution.forward(rows[:, theirs], w.to(wide), b, geometry))
 
     def input_gradient(self, grad: Tensor, weight: Tensor, x_shape: Sequence[int]) -> Tensor:
-        if arithmetic(grad.dtype, grad.device) == grad.dtype:
-            return self._input_gradient(grad, weight.to(grad.dtype), x_shape, self.geometry)
-        grad_x = grad.new_zeros(x_shape)
-        self.add_input_gradient(grad_x, grad, weight)
+        if not grad.is_cpu:
+            return self._of_input(grad, weight.to(grad.dtype), x_shape, self.geometry)
+        grad_x = torch.empty(x_shape, dtype=grad.dtype, memory_format=layout_of(grad))
+        self.put_input_gradient(grad_x, grad, weight, Tensor.copy_)
         return grad_x
 
-    def _input_gradient(self, grad, weight, x_shape, geometry):
+    def add_input_gradient(self, grad_x: Tensor, grad: Tensor, weight: Tensor) -> None:
+        self.put_input_gradient(grad_x, grad, weight, Tensor.add_)
+
+    def put_input_gradient(self, grad_x: Tensor, grad: Tensor, weight: Tensor, put: Callable) -> None:
+        wide = arithmetic(grad.dtype, grad.device)
+        for part in slices(grad_x if grad_x.numel() > grad.numel() else grad):
+            rows = grad[part].to(wide)
+            for w, ours, theirs, geometry in self.pieces(weight, 1):
+                some = grad_x[part, theirs]
+                put(some, self._of_input(rows[:, ours], w.to(wide), some.shape, geometry))
+
+    @staticmethod
+    def _of_input(grad, weight, x_shape, geometry):
         x = grad.new_empty(1).expand(x_shape)  # only its shape is asked for
         return plain_convolution.backward(grad, x, weight, geometry, (True, False, False))[0]
-
-    def add_forward(self, y: Tensor, x: Tensor, weight: Tensor) -> None:
-        wide = arithmetic(x.dtype, x.device)
-        weight = weight.to(wide)
-        for part in slices(y):
-            y[part] += plain_convolution.forward(x[part].to(wide), weight, None, self.geometry)
-
-    def add_input_gradient(self, grad_x: Tensor, grad: Tensor, weight: Tensor) -> None:
-        wide = arithmetic(grad.dtype, grad.device)
-        for part in slices(grad_x):
-            g, sums = grad[part].to(wide), grad_x.new_zeros(grad_x[part].shape, dtype=wide)
-            for tile in tiles(weight, wide, self.geometry.groups):
-                some, partly = self.seen(sums, weight, tile)
-                some += self._input_gradient(g[:, tile], weight[tile].to(wide), some.shape, partly)
-            grad_x[part] += sums
 
     def weight_gradient(self, grad: Tensor, x: Tensor, shape: Sequence[int]) -> Tensor:
         wide = arithmetic(x.dtype, x.device)
@@ -155,6 +160,6 @@ class Convolution:
         if wide == x.dtype:
             return plain_convolution.backward(grad, x, weight, self.geometry, needs)[1]
         sums = x.new_zeros(shape, dtype=wide)
-        for part in slices(x):
+        for part in slices(x if x.numel() > grad.numel() else grad):
             sums += plain_convolution.backward(grad[part].to(wide), x[part].to(wide), weight, self.geometry, needs)[1]
         return sums

@@ -21,9 +21,7 @@ from lean_arch.ops.sparse_linear import plans
 from lean_arch.ops.sparse_linear.plans import Matrix
 
 ROOMS = {"torch": "portable", "triton": "kernels"}
-PLACES = 128  # that come by at once on a CPU
-LEAST = 2**17  # numbers of scratch, or an eighth of the weight where that is more
-MOST = 2**24  # elsewhere
+SCRATCH = {True: 2**18, False: 2**24}  # numbers that come by at once, on a CPU (1 MiB of float32) and elsewhere
 Part = tuple[slice, slice, slice]  # images, rows and columns of the output
 
 
@@ -35,8 +33,7 @@ def room(backend: str):
 def parts(y: Tensor, inputs: int) -> Iterator[tuple[slice, list[Part]]]:
     """Some images and the parts of their outputs, each a few places; `inputs` R is what the weight has at a place."""
     images, outputs, height, width = y.shape
-    larger = max(inputs, outputs, 1)
-    most = min(max(outputs * inputs // 8, LEAST) // larger, PLACES) if y.is_cpu else MOST // larger
+    most = SCRATCH[not y.is_cuda] // max(inputs, outputs, 1)
     wide = max(min(width, most), 1)
     high = max(min(height, most // wide), 1)
     some = max(most // max(height * width, 1), 1)
@@ -71,9 +68,8 @@ def windows(kernel: Sequence[int], geometry: Geometry, x: Tensor, part: Part) ->
 def flat(y: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
     """A part of a map as a contiguous matrix (O, places)."""
     some = y[part[0], :, part[1], part[2]]
-    if some.shape[2] == some.shape[3] == 1:
-        return some[:, :, 0, 0].t().to(dtype, memory_format=torch.contiguous_format)
-    return some.transpose(0, 1).to(dtype, memory_format=torch.contiguous_format).flatten(1)
+    some = some[:, :, 0, 0].t() if some.shape[2] == some.shape[3] == 1 else some.transpose(0, 1)
+    return torch.empty(some.shape, dtype=dtype, device=y.device).copy_(some).flatten(1)
 
 
 def written_out(x: Tensor, kernel: Sequence[int], geometry: Geometry, part: Part, dtype: torch.dtype) -> Tensor:
