@@ -10,7 +10,7 @@ MAY_IMPORT = {  # package -> packages of lean_arch it may import, besides itself
     "ops": set(),
     "blocks": {"ops", "registry"},
     "memory": {"ops"},
-    "adapters": {"ops", "blocks", "registry"},
+    "adapters": {"ops", "blocks", "memory", "registry"},
     "models": {"ops", "blocks", "adapters", "memory", "registry"},
     "training": {"ops", "blocks", "adapters", "memory", "models", "registry"},
 }

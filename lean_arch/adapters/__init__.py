@@ -1,6 +1,6 @@
 """Fine-tuning of any nn.Module by adapters: little is trained, little is kept, and the base comes back as it was."""
 
-from lean_arch.adapters import bias, lora, sparse  # noqa: F401 (they register their methods)
+from lean_arch.adapters import bias, ladder, lora, sparse  # noqa: F401 (they register their methods)
 from lean_arch.adapters.attach import activate, attach, detach, list_adapters, trainable_parameters
 from lean_arch.adapters.files import load, save
 from lean_arch.adapters.merge import merge, unmerge
