@@ -88,7 +88,7 @@ class Problem:
         return getattr(F, self.layer)(self.x, weight, self.bias, *self.options)
 
     def map(self, change):
-        """The same with every float tensor changed by `change`, as new leaves."""
+        """The same with every float tensor changed by `change`, as new leaves, and indices where the values are."""
 
         def new(t):
             if t is None or not t.is_floating_point():
@@ -96,6 +96,7 @@ class Problem:
             return change(t.detach()).requires_grad_(t.requires_grad)
 
         updates = [(new(values), structure) for values, structure in self.updates]
+        updates = [(values, structure.to(values.device)) for values, structure in updates]
         return dataclasses.replace(self, x=new(self.x), weight=new(self.weight), bias=new(self.bias), updates=updates)
 
 

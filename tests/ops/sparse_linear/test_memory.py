@@ -91,6 +91,6 @@ def test_no_second_output_and_no_second_input_gradient(layer, kind, monkeypatch)
     upstream = torch.randn_like(out)
     forward = peak_bytes(given.ours)
     backward = peak_bytes(lambda: torch.autograd.grad(out, given.trained, upstream, retain_graph=True))
-    share = 1.3 if layer == "linear" else 1.6  # of a convolution the library lays out a few images anew
+    share = 1.4 if layer == "linear" else 1.6  # of a convolution the library lays out a few images anew
     assert forward < share * out.nbytes
     assert backward < share * given.x.nbytes
