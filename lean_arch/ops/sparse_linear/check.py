@@ -121,5 +121,14 @@ def pairs_of(stride, padding, dilation, weight: Tensor) -> list:
     return found
 
 
+def check_window(x: Tensor, weight: Tensor, padding, dilation) -> None:
+    for name, size, k, p, d in zip(("height", "width"), x.shape[2:], weight.shape[2:], padding, dilation):
+        if size + 2 * p < d * (k - 1) + 1:
+            raise ValueError(
+                f"weight spans {d * (k - 1) + 1} numbers of x's {name}, which is {size + 2 * p} with padding {p}; "
+                "it takes as many or more"
+            )
+
+
 def _found(value) -> str:
     return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__

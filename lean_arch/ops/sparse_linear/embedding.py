@@ -24,7 +24,7 @@ def gather_gradient(grad: Tensor, ids: Tensor, rows: int, padding: int = -1) -> 
 def slots(index: Tensor, ids: Tensor) -> Tensor:
     """Where each id stands in `index`; len(index) where it does not."""
     ordered, order = index.sort()
-    place = torch.searchsorted(ordered, ids).clamp_(max=max(len(index) - 1, 0))
+    place = torch.searchsorted(ordered, ids).clamp_(max=len(index) - 1)
     return torch.where(ordered[place] == ids, order[place], len(index))
 
 
@@ -34,8 +34,7 @@ def add_output(y: Tensor, ids: Tensor, values: Tensor, structure: Structure, row
     if isinstance(structure, Columns):
         y.index_add_(1, structure.index, F.embedding(ids, values))
     elif isinstance(structure, Rows):
-        if len(values):
-            y += F.embedding(slots(structure.index, ids), F.pad(values, (0, 0, 0, 1)))
+        y += F.embedding(slots(structure.index, ids), F.pad(values, (0, 0, 0, 1)))  # a row of zeros for the others
     else:
         embedding_forward(y, ids, values, *described(structure), rows)
 
@@ -46,8 +45,6 @@ def of_values(grad: Tensor, ids: Tensor, values: Tensor, structure: Structure, r
         return gather_gradient(grad.index_select(1, structure.index), ids, rows, padding)
     if isinstance(structure, Rows):
         count = len(structure.index)
-        if not count:
-            return torch.zeros_like(values)
         places = slots(structure.index, ids).masked_fill_(ids == padding, count)
         return gather_gradient(grad, places, count + 1, count)[:count]
     return embedding_values_gradient(grad, ids, *described(structure), rows, padding).view(values.shape)

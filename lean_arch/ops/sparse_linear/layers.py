@@ -46,10 +46,11 @@ class Linear:
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """In x's dtype, whatever the others are of."""
+        if is_quantised(weight):  # its own kernels take what is of the dtype that it stands for
+            return F.linear(x.to(weight.dtype), weight, in_dtype(bias, weight.dtype)).to(x.dtype)
         wide = arithmetic(x.dtype, x.device)
-        if wide == x.dtype or is_quantised(weight):
-            weight = weight if is_quantised(weight) else weight.to(x.dtype)
-            return F.linear(x, weight, in_dtype(bias, x.dtype))
+        if wide == x.dtype:
+            return F.linear(x, weight.to(x.dtype), in_dtype(bias, x.dtype))
         y = x.new_empty(x.shape[0], weight.shape[0])
         for tile in tiles(weight.numel(), weight.shape[0]):
             w, b = weight[tile].to(wide), None if bias is None else bias[tile].to(wide)

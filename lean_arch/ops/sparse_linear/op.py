@@ -18,7 +18,14 @@ from lean_arch.ops.backend import backend_for
 from lean_arch.ops.derivatives import once_differentiable, refuse_other_derivatives
 from lean_arch.ops.plain_convolution import Geometry, result_dtype, without_autocast
 from lean_arch.ops.sparse_linear import embedding, reference
-from lean_arch.ops.sparse_linear.check import check_convolution, check_embedding, check_linear, check_updates, pairs_of
+from lean_arch.ops.sparse_linear.check import (
+    check_convolution,
+    check_embedding,
+    check_linear,
+    check_updates,
+    check_window,
+    pairs_of,
+)
 from lean_arch.ops.sparse_linear.layers import Convolution, Linear
 from lean_arch.ops.sparse_linear.parts import part_of
 from lean_arch.ops.sparse_linear.reference import Updates
@@ -79,6 +86,7 @@ def sparse_conv2d(
         both = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:])]
         x = F.pad(x, (0, both[1] % 2, 0, both[0] % 2)) if any(n % 2 for n in both) else x
         padding = tuple(n // 2 for n in both)
+    check_window(x, weight, padding, dilation)
     geometry = Geometry(stride, padding, dilation, groups)
     return _updated(
         Convolution(geometry), x, weight, bias, updates, groups,
@@ -128,6 +136,7 @@ def sparse_embedding(ids: Tensor, weight: Tensor, updates: Updates, padding_idx:
     check_updates(weight, updates)
     if _backend(weight.device) == "reference":
         return reference.embedding(ids, weight, updates, padding_idx)
+    updates = [(values, structure) for values, structure in updates if values.numel()]
     structures = tuple(structure for _, structure in updates)
     return _Embedding.apply(ids, weight, padding_idx, structures, *(values for values, _ in updates))
 
@@ -142,6 +151,7 @@ def _updated(layer, x, weight, bias, updates, groups, textbook):
     backend = _backend(x.device)
     if backend == "reference":
         return textbook()
+    updates = [(values, structure) for values, structure in updates if values.numel()]
     parts = tuple(part_of(structure, layer, weight.shape, groups, backend) for _, structure in updates)
     return _Updated.apply(x, weight, bias, layer, parts, *(values for values, _ in updates))
 

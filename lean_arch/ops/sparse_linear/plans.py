@@ -53,7 +53,7 @@ def once(make: Callable, indices: list[Tensor], *what):
     owners = [index if index._base is None else index._base for index in indices]  # views come and go
     if any(owner.is_inference() for owner in owners):  # which nobody counts the changes of
         return make(*indices, *what)
-    places = tuple((i.storage_offset(), i.shape, i.stride(), i.device) for i in indices)
+    places = tuple((i.data_ptr(), i.shape, i.stride(), i.device) for i in indices)
     key = make, what, places, tuple((id(owner), owner._version) for owner in owners)
     if key not in _known:
         _known[key] = make(*indices, *what)

@@ -26,7 +26,10 @@ def updated(weight: Tensor, updates: Updates, groups: int = 1) -> Tensor:
 
 def plain(weight: Tensor) -> Tensor:
     """`weight` itself, or what a quantised one stands for."""
-    return weight.dequantize() if is_quantised(weight) else weight
+    if not is_quantised(weight):
+        return weight
+    # torchao's NF4 has something else by the name of dequantize
+    return weight.get_original_weight() if hasattr(weight, "get_original_weight") else weight.dequantize()
 
 
 def is_quantised(weight: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """Sparse updates of linear layers, convolutions and embeddings: value and every gradient against a dense weight."""
 
 import contextlib
+import dataclasses
 import itertools
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lean_arch.ops import use
-from lean_arch.ops.sparse_linear import Columns, Entries, Rows, sparse, sparse_conv2d, sparse_linear
+from lean_arch.ops.sparse_linear import Columns, Entries, Rows, reference, sparse, sparse_conv2d, sparse_linear
 from tests.ops.sparse_linear.problems import TOLERANCE, compare, dense, error, problem, structure_of
 
 KINDS = "columns", "rows", "blocks", "entries"
@@ -313,3 +314,33 @@ def test_all_of_a_weight_is_the_dense_layer(kind):
 def test_blocks_of_every_size():
     for size in itertools.product((1, 2, 5, 10), (1, 4, 13)):
         compare(problem("linear", ("blocks",), dtype=torch.float64, size=size), 1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["int8", "float8", "nf4"])
+def test_quantised_weights(kind, dtype):
+    """The product is the quantised tensor's own; gradients are those of what it stands for."""
+    quantization = pytest.importorskip("torchao.quantization")
+    given = problem("linear", KINDS, x=(4, 64), weight=(48, 64), dtype=dtype, size=(8, 16))
+    layer = torch.nn.Linear(64, 48, bias=False, dtype=dtype)
+    layer.weight = torch.nn.Parameter(given.weight, requires_grad=False)
+    if kind == "nf4":
+        nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+        given.weight = nf4.to_nf4(given.weight, 32, 1)
+    else:
+        name = {"int8": "Int8WeightOnlyConfig", "float8": "Float8WeightOnlyConfig"}[kind]
+        quantization.quantize_(layer, getattr(quantization, name)())
+        given.weight = layer.weight
+    plain = dataclasses.replace(given, weight=reference.plain(given.weight))
+    assert type(plain.weight) is torch.Tensor
+    upstream = torch.randn(4, 48).to(dtype)
+    results = []
+    for each in (given, plain.map(torch.Tensor.double)):
+        out = each.ours()
+        results.append((out, *torch.autograd.grad(out, each.trained, upstream.to(out.dtype))))
+    for got, want in zip(*results):
+        assert error(got, want) < TOLERANCE[dtype]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = given.ours()
+    assert out.dtype == torch.bfloat16
+    assert error(out, results[1][0]) < 1e-2
