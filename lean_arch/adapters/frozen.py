@@ -92,7 +92,7 @@ class Lean(Mixin):
         return options_of(self, Lean)[0]
 
     def __prepare_scriptable__(self):
-        """What torch.jit.script compiles: the layer as it was."""
+        """The layer as it was, which torch.jit.script compiles and leaves in the model."""
         other = nn.Module()
         other.__dict__ = self.__dict__.copy()
         other.__class__ = type(self)
@@ -223,7 +223,7 @@ class LeanAvgPool2d(Lean):
 
 class LeanDropout(Lean):
     def gains(self, x):
-        return self.training and self.p > 0 and not self.inplace
+        return self.training and 0 < self.p < 1 and not self.inplace
 
     def lean(self, x, plain):
         return packed_dropout(x, self.p)

@@ -98,7 +98,7 @@ class _Batch(torch.autograd.Function):
             scales.append(scale)
         ctx.save_for_backward(codes, torch.cat(scales), rstd if weight is None else rstd * weight.view(channels))
         ctx.dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
-        return values.view_as(values)
+        return values.detach()  # no view, so that it can be written over
 
     @staticmethod
     @once_differentiable

@@ -15,11 +15,11 @@ from lean_arch.ops.frozen.packing import dense, flat, in_layout, pack, parts_of,
 def packed_dropout(x: Tensor, p: float = 0.5) -> Tensor:
     """F.dropout(x, p) in training, of the same random numbers, to the bit. There is no second derivative.
 
-    Raises ValueError where p is not from 0 to 1.
+    Raises ValueError where p is not between 0 and 1; at those ends F.dropout draws nothing and keeps next to nothing.
     """
     refuse_other_derivatives("packed_dropout", x)
-    if not 0 <= p <= 1:
-        raise ValueError(f"p {p!r} must be from 0 to 1")
+    if not 0 < p < 1:
+        raise ValueError(f"p {p!r} must be between 0 and 1; F.dropout takes these too")
     return _Dropout.apply(x, p)
 
 
@@ -39,8 +39,6 @@ class _Dropout(torch.autograd.Function):
         grad = in_layout(grad, ctx.strides)
         into = torch.empty_like(grad)
         for part in parts_of(grad):
-            factor = unpack(packed, part, 1).to(grad.dtype)
-            if ctx.p < 1:
-                factor.div_(1 - ctx.p)
+            factor = unpack(packed, part, 1).to(grad.dtype).div_(1 - ctx.p)
             flat(into)[part] = factor.mul_(flat(grad)[part])
         return into, None

@@ -46,5 +46,5 @@ class _Linear(torch.autograd.Function):
                 of_x = F.linear(grad, rows).to(ctx.dtype)
             if ctx.needs_input_grad[2]:
                 wide = torch.promote_types(grad.dtype, torch.float32)
-                of_bias = grad.flatten(0, -2).sum(0, dtype=wide).to(ctx.bias_dtype)
+                of_bias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=wide).to(ctx.bias_dtype)
         return of_x, None, of_bias

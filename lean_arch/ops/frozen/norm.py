@@ -149,7 +149,7 @@ class _Norm(torch.autograd.Function):
         ctx.keeps_x = kept is x
         ctx.save_for_backward(weight, kept, mean, torch.cat(rstds), torch.cat(scales) if compressed else None)
         ctx.rows, ctx.x, ctx.bias = rows, (x.shape, x.dtype), None if bias is None else (bias.shape, bias.dtype)
-        return values.view_as(values)
+        return values.detach()  # no view, so that it can be written over
 
     @staticmethod
     @once_differentiable
