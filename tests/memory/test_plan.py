@@ -45,6 +45,7 @@ def batch_of(size, side=64):
         (functools.partial(timm.create_model, "resnet18", num_classes=10), {}),
         (functools.partial(timm.create_model, "mobilenetv3_small_050", num_classes=10), {}),
         (functools.partial(timm.create_model, "convnext_atto", num_classes=10), {}),
+        (functools.partial(lean_arch.create_model, "lean_revnet", depths=(2, 1, 1, 1), widths=(64, 16, 16, 16)), {}),
     ],
 )
 def test_predicted_is_measured(build, options):
