@@ -8,7 +8,7 @@ Shapes: x (B, C, H, W).
 import torch
 from torch import Tensor, nn
 
-from lean_arch.blocks.norm_act import hooked, of_conv, runs_lean
+from lean_arch.blocks.norm_act import FORWARDS, hooked, of_conv, runs_lean
 from lean_arch.blocks.separable import DropPath, check_block, widened
 from lean_arch.ops.norm_act.activations import name_of
 from lean_arch.ops.norm_act.op import convolve
@@ -25,6 +25,9 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., C)."""
         return self.fc2(self.act(self.fc1(x)))
+
+
+FORWARDS.add(Mlp.forward)
 
 
 class ConvNeXtBlock(nn.Module):
@@ -73,11 +76,9 @@ class ConvNeXtBlock(nn.Module):
 
     @torch.jit.unused
     def runs_lean(self, x: Tensor) -> bool:
-        norm, mlp = self.norm, self.mlp
-        pays = runs_lean(x, self.conv_dw)
-        known = isinstance(norm, nn.LayerNorm) and norm.bias is not None and name_of(mlp.act) is not None
-        layers = all(type(m) in (nn.Linear, nn.Conv2d) and m.bias is not None for m in (mlp.fc1, mlp.fc2))
-        return pays and known and layers and not (hooked(norm) or hooked(mlp)) and _is_plain(mlp)
+        norm = self.norm
+        normalises = isinstance(norm, nn.LayerNorm) and norm.bias is not None
+        return runs_lean(x, self.conv_dw, norm) and normalises and _is_plain(self.mlp)
 
     @torch.jit.unused
     def lean(self, x: Tensor) -> Tensor:
@@ -102,6 +103,10 @@ class ConvNeXtBlock(nn.Module):
 
 
 def _is_plain(mlp: nn.Module) -> bool:
-    """Whether there is nothing between its layers that does anything: timm's may drop or normalise."""
+    """Whether it is two layers and an activation, and nothing else in it acts: timm's may drop or normalise."""
+    if hooked(mlp) or type(mlp).forward not in FORWARDS or name_of(mlp.act) is None:
+        return False
+    if not all(type(layer) in (nn.Linear, nn.Conv2d) and layer.bias is not None for layer in (mlp.fc1, mlp.fc2)):
+        return False
     others = (part for name, part in mlp.named_children() if name not in ("fc1", "act", "fc2"))
     return all(isinstance(part, nn.Identity) or (isinstance(part, nn.Dropout) and part.p == 0) for part in others)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lean_arch.blocks.norm_act import of_conv, renamed, runs_lean
+from lean_arch.blocks.norm_act import FORWARDS, of_conv, renamed, runs_lean
 from lean_arch.blocks.sizes import check_whole
 from lean_arch.ops.layer_norm2d.convolution import convolve_norm, norm_convolve
 from lean_arch.ops.layer_norm2d.op import layer_norm2d
@@ -49,6 +49,9 @@ class LayerNorm2d(nn.LayerNorm):
     def textbook(self, x: Tensor) -> Tensor:
         x = x.permute(0, 2, 3, 1)
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps).permute(0, 3, 1, 2)
+
+
+FORWARDS.add(LayerNorm2d.forward)
 
 
 class _Pair(nn.Sequential):

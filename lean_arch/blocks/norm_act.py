@@ -19,6 +19,8 @@ from lean_arch.ops.plain_convolution import Geometry
 
 KEEP = "convs", "dear", "inputs"
 CHEAP = 32  # products a number
+# of the modules that have a lean form; a subclass whose forward is another has none
+FORWARDS = {nn.Conv2d.forward, nn.BatchNorm2d.forward, nn.LayerNorm.forward, nn.Identity.forward}
 
 
 def activation(name: str) -> nn.Module:
@@ -70,6 +72,9 @@ class NormAct2d(nn.BatchNorm2d):
         return self.act(self._norm(x))
 
 
+FORWARDS.add(NormAct2d.forward)
+
+
 def runs_lean(x: Tensor, *modules: nn.Module) -> bool:
     """Whether the modules, convolutions and norms, are such that the lean form gives their numbers.
 
@@ -102,22 +107,34 @@ def _check_maps(x: Tensor, first: nn.Module):
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether somebody listens to the module or to a part of it."""
+    """Whether somebody listens to the module or to a part of it, or has put another forward in its place."""
     return any(
-        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in module.modules()
+        m._forward_hooks
+        or m._forward_pre_hooks
+        or m._backward_hooks
+        or m._backward_pre_hooks
+        or "forward" in m.__dict__
+        for m in module.modules()
     )
 
 
+def alternate(modules: list[nn.Module]) -> bool:
+    """Whether they are convolutions, each with a BatchNorm behind it."""
+    convs, norms = modules[::2], modules[1::2]
+    in_order = all(isinstance(m, nn.Conv2d) for m in convs) and all(isinstance(m, nn.BatchNorm2d) for m in norms)
+    return in_order and len(convs) == len(norms)
+
+
 def _is_plain(module: nn.Module) -> bool:
-    if hooked(module):
+    if hooked(module) or type(module).forward not in FORWARDS:
         return False
     if isinstance(module, nn.BatchNorm2d):
         return _act_of(module) is not None and isinstance(getattr(module, "drop", None), nn.Identity | None)
     if isinstance(module, nn.LayerNorm):
         return not getattr(module, "_fast_norm", False)  # timm's, which rounds to autocast's dtype
-    if isinstance(module, nn.Identity):
-        return True
-    return type(module) is nn.Conv2d and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    if isinstance(module, nn.Conv2d):
+        return type(module) is nn.Conv2d and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    return True
 
 
 def _act_of(norm: nn.BatchNorm2d) -> str | None:

@@ -11,7 +11,7 @@ from numbers import Real
 import torch
 from torch import Tensor, nn
 
-from lean_arch.blocks.norm_act import KEEP, Chain, NormAct2d, activation, hooked, runs_lean
+from lean_arch.blocks.norm_act import FORWARDS, KEEP, Chain, NormAct2d, activation, alternate, hooked, runs_lean
 from lean_arch.blocks.sizes import check_share, check_whole
 
 
@@ -48,6 +48,9 @@ class SqueezeExcite(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C, H, W)."""
         return x * self.gate(self.conv_expand(self.act1(self.conv_reduce(x.mean((2, 3), keepdim=True)))))
+
+
+FORWARDS.add(SqueezeExcite.forward)
 
 
 def gate_of(se: nn.Module, pooled: Tensor) -> Tensor:
@@ -113,12 +116,14 @@ class Block(Synchronizable):
     @torch.jit.unused
     def runs_lean(self, x: Tensor) -> bool:
         se = self.se
-        excites = isinstance(se, nn.Identity) or (hasattr(se, "conv_reduce") and not hooked(se))
-        return runs_lean(x, *self.chained()) and excites
+        excites = isinstance(se, nn.Identity) or (type(se).forward in FORWARDS and not hooked(se))
+        parts = self.chained()
+        return runs_lean(x, *parts) and alternate(parts) and excites
 
     def chained(self) -> list[nn.Module]:
         """Its convolutions and norms, in order."""
-        return [part for name, part in self.named_children() if name not in ("se", "drop_path")]
+        parts = [part for name, part in self.named_children() if name not in ("se", "drop_path")]
+        return [part for part in parts if not isinstance(part, nn.Identity)]
 
     def excited(self, chain: Chain, z: Tensor, norm: nn.BatchNorm2d, conv: nn.Conv2d) -> Tensor:
         """norm, activation, squeeze-excite if there is one, and the 1x1 convolution behind."""

@@ -94,7 +94,8 @@ class UniversalInvertedResidual(Block):
         return not any(map(hooked, self._units())) and super().runs_lean(x)
 
     def chained(self) -> list[nn.Module]:
-        return [part for unit in self._units() for part in unit.children()]
+        parts = [part for unit in self._units() for part in unit.children()]
+        return [part for part in parts if not isinstance(part, nn.Identity)]
 
     def _units(self) -> list[nn.Module]:
         """What may be a convolution and its norm, and may be nothing."""

@@ -5,8 +5,9 @@ and features, hooks and deepcopy work as in timm.
 """
 
 import torch
-from timm.layers import BatchNormAct2d
+from timm.layers import BatchNormAct2d, ConvMlp, LayerNorm
 from timm.layers import LayerNorm2d as TimmLayerNorm2d
+from timm.layers import Mlp as TimmMlp
 from timm.layers.activations import GELU, HardSwish, Swish
 from timm.models import _efficientnet_blocks as timm_blocks
 from timm.models import convnext as timm_convnext
@@ -16,11 +17,12 @@ from torch import Tensor, nn
 
 from lean_arch.blocks import ConvNeXtBlock, InvertedResidual, NormAct2d, SeparableConv2d, UniversalInvertedResidual
 from lean_arch.blocks.layer_norm2d import ConvNorm2d, LayerNorm2d, NormConv2d
-from lean_arch.blocks.norm_act import KEEP, renamed
+from lean_arch.blocks.norm_act import FORWARDS, KEEP, renamed
 from lean_arch.models.lean_opening import LeanEfficientNet, LeanMobileNetV3
 from lean_arch.ops.norm_act.activations import MODULES
 
 MODULES.update({GELU: "gelu", HardSwish: "hardswish", Swish: "silu"})
+FORWARDS.update(module.forward for module in (LayerNorm, TimmMlp, ConvMlp, timm_blocks.SqueezeExcite))
 
 
 class LeanBatchNormAct2d(NormAct2d, BatchNormAct2d):

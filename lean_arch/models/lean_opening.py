@@ -14,7 +14,7 @@ from timm.models.mobilenetv3 import MobileNetV3
 from torch import Tensor, nn
 
 from lean_arch.blocks import SeparableConv2d
-from lean_arch.blocks.norm_act import Chain, hooked, renamed, runs_lean
+from lean_arch.blocks.norm_act import Chain, alternate, hooked, renamed, runs_lean
 
 
 class _Opening:
@@ -25,7 +25,8 @@ class _Opening:
 
     @torch.jit.unused
     def opens_lean(self, x: Tensor) -> bool:
-        return not hooked(self.blocks) and runs_lean(x, *self.opening()[0])
+        parts = self.opening()[0]
+        return not hooked(self.blocks) and runs_lean(x, *parts) and alternate(parts)
 
     @torch.jit.unused
     def lean(self, x: Tensor) -> Tensor:

@@ -26,9 +26,10 @@ class Geometry(NamedTuple):
 
 
 def result_dtype(x: Tensor, otherwise: torch.dtype) -> torch.dtype:
-    """The dtype of a product under today's autocast."""
+    """The dtype of a product under today's autocast, which leaves float64 alone."""
     kind = "cpu" if x.is_meta else x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else otherwise
+    lowers = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if lowers else otherwise
 
 
 def without_autocast(x: Tensor) -> torch.autocast:

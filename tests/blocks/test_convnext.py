@@ -10,7 +10,7 @@ from torch import nn
 
 from lean_arch.blocks import ConvNeXtBlock
 from lean_arch.blocks.norm_act import KEEP
-from tests.blocks.twins import assert_alike, compare, maps, relative_error, scattered, step, textbook
+from tests.blocks.twins import assert_alike, compare, maps, raise_forward, relative_error, scattered, step, textbook
 from tests.ruler import peak_bytes
 
 BLOCKS = {
@@ -122,6 +122,37 @@ def test_what_has_no_lean_form_runs_as_it_is():
         block = build("7x7")
         change(block)
         compare(block, maps_for(block))
+
+
+class Doubled(nn.LayerNorm):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("part", ["norm", "mlp", "mlp.fc1", "mlp.act", "mlp.fc2"])
+def test_a_part_that_does_something_else_is_heeded(part):
+    block = build("7x7")
+    plain = block(maps_for(block))
+    raise_forward(block.get_submodule(part))
+    alike(block, maps_for(block))
+    assert relative_error(block(maps_for(block)), plain) > 1e-3
+
+
+def test_a_norm_of_another_class_is_heeded():
+    block = build("7x7")
+    plain = block(maps_for(block))
+    block.norm = Doubled(6)
+    alike(block, maps_for(block))
+    assert relative_error(block(maps_for(block)), plain) > 1e-3
+
+
+@each_keep
+def test_autocast_leaves_float64_alone(keep):
+    block = build("7x7", keep).double()
+    x = maps_for(block).detach().double().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = step(copy.deepcopy(block), x)
+    assert_alike(got, step(block, x))
 
 
 @each_keep

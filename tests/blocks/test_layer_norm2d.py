@@ -100,6 +100,30 @@ def test_copies_pickles_scripts_exports_and_compiles(name):
     assert relative_error(torch.fx.symbolic_trace(block)(x), want["y"]) < 1e-6
 
 
+def test_a_norm_that_does_something_else_runs_as_it_is():
+    class Doubled(LayerNorm2d):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    torch.manual_seed(0)
+    for pair in (NormConv2d(Doubled(6), nn.Conv2d(6, 8, 2)), ConvNorm2d(nn.Conv2d(6, 8, 2), Doubled(8))):
+        alike(pair, maps(3, 6, 8, 8))
+
+
+@each_block
+def test_its_result_may_be_written_over(name):
+    """As by an activation in place behind it."""
+    alike(nn.Sequential(build(name), nn.ReLU(inplace=True)), maps(3, 6, 8, 8))
+
+
+@each_block
+def test_autocast_leaves_float64_alone(name):
+    block, x = build(name).double(), maps(3, 6, 8, 8).detach().double().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = step(copy.deepcopy(block), x)
+    assert_alike(got, step(block, x))
+
+
 def kept_bytes(block, x):
     held = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.update({t.data_ptr(): t}) or t, lambda t: t):

@@ -10,7 +10,7 @@ from torch import nn
 
 from lean_arch.blocks import NormAct2d
 from lean_arch.ops.norm_act.activations import MODULES
-from tests.blocks.twins import assert_alike, compare, maps, scattered, step, textbook
+from tests.blocks.twins import assert_alike, compare, maps, raise_forward, scattered, step, textbook
 from tests.ruler import peak_bytes
 
 ACTS = sorted(set(MODULES.values()))
@@ -87,6 +87,21 @@ def test_another_activation_and_another_norm():
     compare(norm, maps(3, 6, 4, 4))
     x = torch.randn(3, 6, 4, 4)
     assert torch.allclose(torch.vmap(norm.eval())(x[:, None])[:, 0], norm(x), atol=1e-6)
+
+
+def test_what_does_something_else_runs_as_it_is():
+    norm = scattered(NormAct2d(6, "gelu"))
+    plain = norm(maps(3, 6, 4, 4))
+    raise_forward(norm.act)
+    compare(norm, maps(3, 6, 4, 4))
+    assert torch.equal(norm(maps(3, 6, 4, 4)), plain + 0.5)
+
+
+@pytest.mark.parametrize("act", ["identity", "silu"])
+def test_its_result_may_be_written_over(act):
+    """As by an activation in place behind it."""
+    chain = nn.Sequential(scattered(NormAct2d(6, act)), nn.ReLU(inplace=True))
+    compare(chain, maps(3, 6, 4, 4))
 
 
 def test_copies_pickles_and_state_dict():

@@ -9,9 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from lean_arch.blocks import InvertedResidual, NormAct2d, ReversibleSequence, SeparableConv2d, UniversalInvertedResidual
+from lean_arch.blocks import (
+    InvertedResidual,
+    LayerNorm2d,
+    NormAct2d,
+    ReversibleSequence,
+    SeparableConv2d,
+    UniversalInvertedResidual,
+)
 from tests.blocks.separables import NEAR, build, each_block, each_keep, maps_for, norms_of
-from tests.blocks.twins import assert_alike, maps, step, textbook
+from tests.blocks.twins import assert_alike, compare, maps, raise_forward, relative_error, step, textbook
 from tests.ruler import allocations
 
 LISTENERS = {
@@ -35,6 +42,49 @@ def test_whoever_listens_is_heard(part, kind):
     assert_alike(*results, near=NEAR)
     assert len(heard[0]) == len(heard[1]) == 1
     assert torch.equal(heard[0][0], heard[1][0])
+
+
+class Tripled(nn.BatchNorm2d):
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize(
+    "norm",
+    [nn.Identity(), Tripled(12), LayerNorm2d(12), nn.GroupNorm(2, 12), nn.BatchNorm2d(12, affine=False)],
+    ids=lambda norm: type(norm).__name__,
+)
+def test_another_norm(norm, number):
+    """None, as where it has become part of the convolution; a BatchNorm with a forward of its own; no BatchNorm."""
+    block = InvertedResidual(6, 12, expansion=2, act="silu").train()
+    setattr(block, f"bn{number}", copy.deepcopy(norm))
+    compare(block, maps_for(block), near=("y", "grad"), tolerance=5e-6, floor=10)
+
+
+@pytest.mark.parametrize("part", ["conv_pw", "bn1", "bn1.act", "conv_dw", "se", "se.conv_reduce", "bn3"])
+def test_a_part_that_does_something_else_is_heeded(part):
+    block = build("inverted, excited").eval()
+    plain = block(maps_for(block))
+    raise_forward(block.get_submodule(part))
+    compare(block, maps_for(block), near=NEAR)
+    assert relative_error(block(maps_for(block)), plain) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["inverted, halved", "universal, halved", "universal, at the end"])
+def test_its_result_may_be_written_over(name):
+    """As by an activation in place behind it."""
+    chain = nn.Sequential(build(name), nn.ReLU(inplace=True))
+    compare(chain, maps_for(chain), near=NEAR)
+
+
+@pytest.mark.parametrize("name", ["inverted, excited", "separable, linear", "universal"])
+def test_autocast_leaves_float64_alone(name):
+    block = build(name).double()
+    x = maps_for(block).detach().double().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = step(copy.deepcopy(block), x)
+    assert_alike(got, step(block, x))
 
 
 @each_block

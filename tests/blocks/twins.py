@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import types
 
 import pytest
 import torch
@@ -64,6 +65,11 @@ def assert_alike(got, want, near=(), tolerance=2e-6, floor=0.0):
             assert (g.double() - w.double()).norm() <= tolerance * (w.double().norm() + floor), name
         else:
             assert torch.equal(g, w), f"{name}: {relative_error(g, w):.1e}"
+
+
+def raise_forward(module):
+    """Gives a module, and copies of it, a forward of their own: half more than before."""
+    module.forward = types.MethodType(lambda self, x: type(self).forward(self, x) + 0.5, module)
 
 
 def compare(block, x, **how):

@@ -156,6 +156,15 @@ def test_exports_and_scripts(name):
     assert torch.equal(copy.deepcopy(lean)(x), want)
 
 
+def test_a_norm_that_has_become_part_of_its_convolution():
+    """Also among the first layers, which are one chain."""
+    pair = twins("lean_mobilenetv1")
+    pair[1].load_state_dict(pair[0].state_dict())
+    for model in pair:
+        model.blocks[0][0].bn2 = nn.Identity()
+    compare(*(step(model, images()) for model in pair), exact=True)
+
+
 def test_sync_batch_norm():
     """Converted as timm converts its models."""
     lean, _ = twins("lean_mobilenetv3_small")
@@ -165,7 +174,17 @@ def test_sync_batch_norm():
     compare(step(synced, images()), step(lean.eval(), images()), exact=True)
 
 
-@pytest.mark.parametrize("twin", ["convnextv2_atto", "mobilenetv3_rw", "tf_efficientnet_b0", "mnasnet_small"])
+@pytest.mark.parametrize(
+    "twin",
+    [
+        "convnextv2_atto",
+        "mobilenetv3_rw",
+        "tf_efficientnet_b0",
+        "mnasnet_small",
+        "test_efficientnet_ln",
+        "ghostnetv3_050",
+    ],
+)
 def test_other_models_of_timm(twin):
     """What of them has no lean form runs as it is."""
     torch.manual_seed(0)

@@ -91,7 +91,7 @@ class _ConvolveNorm(torch.autograd.Function):
         ctx.save_for_backward(x, filters, offset, weight, bias)
         z = convolved(x, filters, offset, geometry, None, ctx.dtype)
         check(z, weight, bias, eps)
-        return _norm(x).forward(z, weight, bias, eps)
+        return _norm(x).forward(z, weight, bias, eps).detach()  # not a view, which nobody could write over
 
     @staticmethod
     @once_differentiable

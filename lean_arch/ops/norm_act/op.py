@@ -215,7 +215,8 @@ class _Activate(torch.autograd.Function):
         kept = source.tensors() if source else (x,)
         ctx.save_for_backward(weight, bias, norm.mean, norm.rstd, norm.var, *kept)
         ctx.of, ctx.lean = (norm.eps, norm.act, norm.backend), lean is not None
-        return values.view_as(values), None if pooled is None else pooled.view_as(pooled)
+        # not views, which nobody could write over
+        return values.detach(), None if pooled is None else pooled.detach()
 
     @staticmethod
     @once_differentiable
