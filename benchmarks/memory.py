@@ -55,7 +55,7 @@ def make_step(model, images, labels, precision):
 def step_bytes(step, model, images, labels):
     """The most that `step` holds above weights, gradients and batch, and all that is held then by category."""
     step()  # gradients exist from here on
-    gradients = [p.grad for p in model.parameters()]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
     held = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *gradients, images, labels))
     report = measure(step, model, images, labels)
     return {"step_bytes": report.peak_bytes - held, **report.by_category}
