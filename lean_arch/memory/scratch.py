@@ -16,6 +16,7 @@ from lean_arch.ops.attention.op import products_bytes
 from lean_arch.ops.attention.problem import arithmetic
 from lean_arch.ops.linear_cross_entropy import portable as cross_entropy
 from lean_arch.ops.pattern_text import parse
+from lean_arch.ops.sparse_linear import sparse
 
 aten, ours = torch.ops.aten, torch.ops.lean_arch
 
@@ -127,6 +128,18 @@ def _cross_entropy_backward(grad, lse, x, weight, *others, out) -> int:
     return cross_entropy.scratch_bytes(x, weight, dtype, needs) if backend == "torch" else 0
 
 
+def _sparse_forward(y, x, values, where, size, kernel, geometry, backend, *, out) -> int:
+    return sparse.scratch_bytes(y, x, values.numel(), kernel)[0] if backend == "torch" else 0
+
+
+def _sparse_input_gradient(grad_x, grad, values, where, size, kernel, geometry, backend, *, out) -> int:
+    return sparse.scratch_bytes(grad, grad_x, values.numel(), kernel)[1] if backend == "torch" else 0
+
+
+def _sparse_values_gradient(grad, x, where, size, kernel, geometry, backend, *, out) -> int:
+    return sparse.scratch_bytes(grad, x, out.numel(), kernel)[2] if backend == "torch" else 0
+
+
 RULES: dict[object, Callable[..., int]] = {
     aten.native_layer_norm: _layer_norm,
     aten.native_layer_norm_backward: _layer_norm_backward,
@@ -141,6 +154,9 @@ RULES: dict[object, Callable[..., int]] = {
     ours.lsh_attention: _lsh_attention,
     ours.lsh_attention_backward: _lsh_attention_backward,
     ours.linear_cross_entropy: _cross_entropy,
+    ours.sparse_forward: _sparse_forward,
+    ours.sparse_input_gradient: _sparse_input_gradient,
+    ours.sparse_values_gradient: _sparse_values_gradient,
     ours.linear_cross_entropy_backward: _cross_entropy_backward,
 }
 

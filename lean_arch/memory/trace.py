@@ -63,7 +63,8 @@ def _prime(holdings: Holdings) -> None:
 def fake_copy(thing):
     """A module or tensor on fake tensors, inside `build` of `forecast`; the original is left untouched.
 
-    No memory is taken for the copy's parameters and buffers; they start without gradients.
+    No memory is taken for the copy's parameters and buffers; they start without gradients. Other tensors that a module
+    holds stay real.
     """
     mode = torch._guards.detect_fake_mode()
     if isinstance(thing, torch.Tensor):
@@ -72,7 +73,8 @@ def fake_copy(thing):
     for tensor in (*thing.parameters(), *thing.buffers()):
         fakes[id(tensor)] = mode.from_tensor(tensor)
         fakes[id(tensor)].grad = None
-    return copy.deepcopy(thing, fakes)
+    with _disable_current_modes():  # a module may hold tensors besides, as an adapter what weights were before
+        return copy.deepcopy(thing, fakes)
 
 
 class Trace(TorchDispatchMode):

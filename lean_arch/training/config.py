@@ -37,6 +37,11 @@ class TrainConfig:
     )
     data_dir: str = option("data", "where timm:NAME keeps its files")
     num_classes: int | None = option(None, "classes of the data, where it does not say so itself")
+    adapter: str | None = option(
+        None, "fine-tune by a method: sparse, lora, ladder, bias, with options as sparse:density=0.02,target=mlp"
+    )
+    init_from: str | None = option(None, "weights to start from: a safetensors file or the folder of a run")
+    pretrained: bool = option(False, "start from the weights that timm knows for the arch")
     img_size: int | None = option(
         None, "side of the images in pixels; default: digits 32, 64 for an arch of stride 32; else the arch's own"
     )
@@ -100,6 +105,8 @@ class TrainConfig:
             raise InputError(f"precision {self.precision!r} is not one of auto, {', '.join(PRECISIONS)}")
         if isinstance(self.checkpoint, str) and self.checkpoint not in ("auto", *POLICIES):
             raise InputError(f"checkpoint {self.checkpoint!r} is not one of auto, {', '.join(POLICIES)} or a number")
+        if self.pretrained and self.init_from is not None:
+            raise InputError(f"init_from {self.init_from!r} cannot be given beside --pretrained; leave out one of them")
         if self.budget is not None:
             try:
                 parse_bytes(self.budget)
@@ -142,8 +149,8 @@ class TrainConfig:
         if of_text != (config.data.partition(":")[0] == "text"):
             takes = "sequences, as of text" if of_text else "images, as of digits"
             raise InputError(f"data {config.data!r} does not suit arch {self.arch}, which takes {takes}")
-        for name in ("num_classes", "img_size") if of_text else ("seq_len", "val_windows"):
-            if getattr(self, name) is not None:
+        for name in ("num_classes", "img_size", "pretrained") if of_text else ("seq_len", "val_windows"):
+            if getattr(self, name) not in (None, False):
                 value = getattr(self, name)
                 raise InputError(f"{name} {value} means nothing to data {config.data!r}; leave it out")
         return config
@@ -174,9 +181,9 @@ COUNTS = (
 INVOCATION = ("output", "stop_after", "resume", "compare", "dry_run")
 # a change in one of these would bend the loss curve of a resumed run
 CURVE = (
-    "arch", "data", "num_classes", "img_size", "seq_len", "batch_size", "precision", "optimizer", "lr", "min_lr",
-    "weight_decay", "warmup", "clip_grad", "label_smoothing", "drop_rate", "drop_path_rate", "epochs", "max_steps",
-    "seed",
+    "arch", "data", "adapter", "init_from", "pretrained", "num_classes", "img_size", "seq_len", "batch_size",
+    "precision", "optimizer", "lr", "min_lr", "weight_decay", "warmup", "clip_grad", "label_smoothing", "drop_rate",
+    "drop_path_rate", "epochs", "max_steps", "seed",
 )  # fmt: skip
 # where `None` means one thing for images and another for text
 IMAGES = {"data": "digits", "batch_size": 32, "label_smoothing": 0.1, "epochs": 10}

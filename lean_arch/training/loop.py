@@ -18,9 +18,11 @@ from accelerate.utils import set_seed
 from rich.console import Console
 from torch.utils.data import DataLoader
 
+from lean_arch import adapters
 from lean_arch.memory import Report, measure
 from lean_arch.models.lean_sequence import IGNORED
 from lean_arch.training import report, state
+from lean_arch.training.adapter import NAME, final_state
 from lean_arch.training.config import CURVE, InputError, TrainConfig
 from lean_arch.training.data import Batches, loader
 from lean_arch.training.optim import learning_rate, make_optimizer
@@ -103,6 +105,8 @@ class Run:
                 raise InputError(
                     f"{name} {now} cannot go on with the run in {self.folder}, which has {then}; give {then}"
                 )
+        if facts.get("base") != self.recipe.base:
+            raise InputError(f"{checkpoint} stands on other weights than those under the adapter now; put them back")
         if facts.get("digest") not in (None, self.recipe.data.digest):
             data = f"data {self.config.data!r}"
             raise InputError(f"{data} holds another text than when {checkpoint} was written; put that one back")
@@ -215,13 +219,16 @@ class Run:
 
     def save(self) -> None:
         rounding = {name: getattr(self.recipe, name) for name in ("micro_batch_size", "checkpoint")}
-        facts = {"config": dataclasses.asdict(self.config), "rounding": rounding, "digest": self.recipe.data.digest}
+        config, base = dataclasses.asdict(self.config), self.recipe.base
+        facts = {"config": config, "rounding": rounding, "digest": self.recipe.data.digest, "base": base}
         state.save_checkpoint(self.folder, self.step, self.raw_model, self.optimizer, self.accelerator, facts)
 
     def finish(self) -> dict:
         summary = self.summary()
         if self.accelerator.is_main_process:
-            state.write_tensors(self.folder / "model.safetensors", self.raw_model.state_dict())
+            state.write_tensors(self.folder / "model.safetensors", final_state(self.raw_model))
+            if self.config.adapter is not None:
+                adapters.save(self.raw_model, NAME, self.folder / "adapter")
             state.write_json(self.folder / "summary.json", summary)
         self.save()  # last, so that a checkpoint of the last step means that the run is complete
         plain = self.recipe.predict_plain() if self.recipe.has_lean_parts else None
@@ -237,6 +244,8 @@ class Run:
             "arch": config.arch,
             "steps": self.step,
             "params": recipe.parameters,
+            "trainable_params": recipe.trainable_parameters,
+            "adapter": config.adapter,
             **self.val,
             "samples_per_s": self.samples_per_s,
             "peak_bytes": self.peak_bytes,

@@ -18,6 +18,7 @@ from lean_arch.memory.plan import PRECISIONS, Plan, plan
 from lean_arch.memory.trace import Forecast
 from lean_arch.models import check_name
 from lean_arch.registry import SEQUENCE_MODELS
+from lean_arch.training.adapter import attach_adapter, base_of, load_weights
 from lean_arch.training.config import InputError, TrainConfig
 from lean_arch.training.data import Data, one_line, open_data
 from lean_arch.training.optim import make_optimizer
@@ -37,6 +38,8 @@ class Prepared:
     micro_batch_size: int | None = None
     checkpoint: str | int | None = None
     predicted: Forecast | None = None
+    base: str | None = None  # hash of what an adapter stands on
+    new: tuple[str, ...] = ()  # parameters for which the file of `init_from` had none that fit
 
     @property
     def share(self) -> int:
@@ -63,6 +66,10 @@ class Prepared:
     @property
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def trainable_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
 
     def step(self, model: nn.Module, optimizer, engine, micro_batch_size: int) -> Step:
         return Step(
@@ -135,6 +142,11 @@ def prepare(config: TrainConfig) -> Prepared:
             f"{least} to {most} would work"
         )
     recipe = Prepared(config, data, model, accelerator, precision)
+    if config.init_from is not None:
+        recipe.new = tuple(load_weights(config, model))
+    if config.adapter is not None:
+        attach_adapter(config, data, model)
+        recipe.base = base_of(model)
     best = choose(recipe)
     recipe.micro_batch_size, recipe.checkpoint = best.micro_batch_size, best.checkpoint
     recipe.predicted = best.predicted

@@ -16,12 +16,15 @@ def say_recipe(console: Console, recipe, folder: pathlib.Path | None) -> None:
     pieces = f"{config.batch_size} {data.unit} a step"
     if recipe.accumulation_steps > 1:
         pieces += f" in {recipe.accumulation_steps} micro-batches of {recipe.micro_batch_size}"
+    trained = f" ({recipe.trainable_parameters:,} trained by {config.adapter})" if config.adapter else ""
     console.print(
-        f"{config.arch}: {recipe.parameters / 1e6:.2f} M parameters, {config.data} at {data.size}, "
+        f"{config.arch}: {recipe.parameters / 1e6:.2f} M parameters{trained}, {config.data} at {data.size}, "
         f"{recipe.total_steps} steps, {pieces}, {config.optimizer}, {recipe.precision} "
         f"on {recipe.accelerator.device.type}, checkpointing {recipe.checkpoint}",
         soft_wrap=True,
     )
+    if recipe.new:
+        console.print(f"{', '.join(recipe.new)}: new, for {config.init_from} is of other classes", soft_wrap=True)
     if config.val_windows and len(data.val) < config.val_windows:
         console.print(
             f"val_windows {config.val_windows} is more than the text holds: validation takes all its {len(data.val)}",

@@ -21,6 +21,7 @@ from accelerate.utils import gather_object
 from torch import nn
 from torch.optim import Optimizer
 
+from lean_arch.training.adapter import changing_state
 from lean_arch.training.config import InputError
 
 KEPT = 2  # checkpoints
@@ -151,7 +152,7 @@ def save_checkpoint(
         part = final.with_name(f".{final.name}.part")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        write_tensors(part / "model.safetensors", model.state_dict())
+        write_tensors(part / "model.safetensors", changing_state(model))
         tensors, rest = split_optimizer(optimizer)
         devices = {name: tensor.device.type for name, tensor in tensors.items()}
         write_tensors(part / "optimizer.safetensors", tensors, devices)
@@ -192,7 +193,10 @@ def load_checkpoint(
         with safetensors.safe_open(checkpoint / "optimizer.safetensors", "pt") as file:
             devices = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        model.load_state_dict(weights)
+        own = changing_state(model)
+        if weights.keys() != own.keys():
+            raise KeyError(*sorted(weights.keys() ^ own.keys()))
+        model.load_state_dict(weights, strict=False)  # frozen weights are not in it
         join_optimizer(optimizer, tensors, devices, state["optimizer"])
         if accelerator.scaler:
             accelerator.scaler.load_state_dict(state["scaler"])

@@ -74,8 +74,9 @@ def build_model(config: TrainConfig, data: Data) -> nn.Module:
     """
     options = {"num_classes": data.num_classes, "in_chans": data.in_chans}
     options |= given(config, "drop_rate", "drop_path_rate")
+    options |= {"pretrained": True} if config.pretrained else {}
     torch.manual_seed(config.seed)
-    with refusing(config.arch, options):
+    with refusing(config.arch, options), reaching_weights(config):
         try:
             model = create_model(config.arch, img_size=data.img_size, **options)
         except TypeError as error:  # convolutional nets take any size, and no such argument
@@ -127,6 +128,17 @@ def refusing(arch: str, options: dict) -> Iterator[None]:
         raise InputError(f"{refused} {value} is not something that arch {arch} takes; leave it out") from error
     except (ValueError, AssertionError) as error:
         raise InputError(one_line(error)) from error
+
+
+@contextlib.contextmanager
+def reaching_weights(config: TrainConfig) -> Iterator[None]:
+    """Within, whatever keeps pretrained weights from coming ends in an InputError."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if not config.pretrained:
+            raise
+        raise InputError(f"pretrained weights of arch {config.arch} cannot be had here: {one_line(error)}") from error
 
 
 def check_size(arch: str, model: nn.Module, data: Data) -> None:

@@ -48,6 +48,16 @@ def parts(y: Tensor, inputs: int) -> Iterator[tuple[slice, list[Part]]]:
         )
 
 
+def scratch_bytes(y: Tensor, x: Tensor, values: int, kernel: Sequence[int]) -> tuple[int, int, int]:
+    """The most that `sparse_forward`, `sparse_input_gradient` and `sparse_values_gradient` hold besides results."""
+    width, size = x.shape[1] * math.prod(kernel), arithmetic(y.dtype, y.device).itemsize
+    image, some = next(parts(y, width), (slice(0), []))
+    places = max((math.prod(at.stop - at.start for at in part) for part in some), default=0)
+    columns = (width + y.shape[1]) * places * size
+    ordered, sums = values * size, (image.stop - image.start) * x[:1].numel() * max(size, 4)
+    return columns, columns + ordered + sums, columns + ordered
+
+
 def overlap(tap: int, stride: int, padding: int, dilation: int, size: int, at: slice) -> tuple[slice, slice]:
     """Which outputs of `at` a tap has something to read for, counted from at.start, and where it reads."""
     shift = tap * dilation - padding
