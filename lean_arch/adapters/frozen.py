@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 
 from lean_arch.blocks.norm_act import settings_of
 from lean_arch.ops.frozen.batch_norm import compressed_batch_norm, frozen_batch_norm
-from lean_arch.ops.frozen.convolution import frozen_conv
+from lean_arch.ops.frozen.convolution import CONVOLUTIONS, frozen_conv
 from lean_arch.ops.frozen.dropout import packed_dropout
 from lean_arch.ops.frozen.linear import frozen_linear
 from lean_arch.ops.frozen.norm import frozen_group_norm, frozen_layer_norm, frozen_layer_norm2d, frozen_rms_norm
@@ -45,9 +46,9 @@ def lean_frozen(model: nn.Module, activations: str = "exact") -> nn.Module:
     activations in 4 or 2 bits, which are off by 3% and 13%; norms keep 8 bits.
 
     Norms and activations of timm, torchvision and transformers are known by name, an RMSNorm by what it makes of random
-    numbers. Left alone are layers that adapters changed (those with a child `adapters`), subclasses with a forward of
-    their own such as timm's Conv2dSame and GroupNormAct, transposed convolutions, and what is called without a module
-    (F.gelu, attention, the products of gates).
+    numbers. Left alone are layers that adapters changed (those with a child `adapters`), other norms and activations
+    with a forward of their own such as timm's GroupNormAct, transposed convolutions, and what is called without a
+    module (F.gelu, attention, the products of gates).
 
     Returns `model`. Raises ValueError where `activations` is unknown; the model is then as it was.
     """
@@ -113,11 +114,25 @@ def keeps(x: Tensor, layer: nn.Module) -> bool:
 
 
 class LeanConv(Lean):
+    """Any convolution: its own forward pads, scales or standardises, and what it calls in the end is replaced."""
+
     def lean(self, x, plain):
-        padding = self.padding
-        if self.padding_mode != "zeros":
-            x, padding = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
-        return frozen_conv(x, self.weight, self.bias, self.stride, padding, self.dilation, self.groups)
+        with _FrozenConvolutions():
+            return plain(x)
+
+
+class _FrozenConvolutions(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in CONVOLUTIONS.values():
+            return self.convolve(func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def convolve(self, func, input, weight, *args, **kwargs):
+        return (
+            func(input, weight, *args, **kwargs)
+            if weight.requires_grad
+            else frozen_conv(input, weight, *args, **kwargs)
+        )
 
 
 class LeanLinear(Lean):
@@ -231,7 +246,6 @@ class LeanDropout(Lean):
 
 # by the class from which a layer has its forward: a subclass with a forward of its own is left alone
 MIXINS = {
-    **{f"torch.nn.modules.conv.Conv{n}d": (LeanConv,) for n in (1, 2, 3)},
     "torch.nn.modules.linear.Linear": (LeanLinear,),
     "torch.nn.modules.batchnorm._BatchNorm": (LeanBatchNorm,),
     "torch.nn.modules.normalization.LayerNorm": (LeanLayerNorm,),
@@ -280,22 +294,15 @@ def _mixin_for(module: nn.Module) -> tuple:
         return LeanActivation, {"none": "gelu", "tanh": "gelu_tanh"}[module.approximate], False
     if isinstance(module, nn.LayerNorm) and home.startswith("transformers.models.") and hasattr(module, "data_format"):
         return (LeanLayerNorm2d if module.data_format == "channels_first" else LeanLayerNorm,)
-    if (
-        isinstance(module, nn.modules.conv._ConvNd)
-        and "torch.nn.modules.conv" not in type(module)._conv_forward.__module__
-    ):
-        return (None,)
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return (LeanConv,)
     return MIXINS.get(home) or _rms_norm(module, forward)
 
 
 def _rms_norm(module: nn.Module, forward) -> tuple:
     """Of the many RMSNorms that models bring along, those that make of random numbers what F.rms_norm makes of them."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    named = (
-        isinstance(module, nn.RMSNorm)
-        or "rmsnorm" in type(module).__name__.lower()
-        or hasattr(module, "variance_epsilon")
-    )
+    named = "rmsnorm" in type(module).__name__.lower() or hasattr(module, "variance_epsilon")
     weight = getattr(module, "weight", None)
     if not named or not isinstance(eps, float | None) or not isinstance(weight, nn.Parameter) or weight.dim() != 1:
         return (None,)

@@ -8,9 +8,11 @@ import timm
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lean_arch.adapters.frozen import MIXINS, Lean, lean_frozen, restore_frozen
 from lean_arch.memory import apply_checkpointing
+from lean_arch.ops.frozen.smooth import grid_of
 from tests.ruler import peak_bytes
 
 CNNS = {"resnet18": 64, "convnext_atto": 64, "mobilenetv3_small_050": 64, "dla34": 64}
@@ -279,15 +281,43 @@ def test_the_classes_that_are_known_by_name_are_there():
         assert "forward" in vars(getattr(importlib.import_module(module), name)), home
 
 
-def test_what_is_left_alone():
-    class Scaled(nn.Conv2d):
-        def forward(self, x):
-            return super().forward(2 * x)
+def test_convolutions_with_a_forward_of_their_own():
+    from timm.layers import Conv2dSame, StdConv2d
+
+    class Doubled(nn.Conv2d):
+        def forward(self, input):
+            return super().forward(2 * input)
 
     class Shifted(nn.Conv2d):
-        def _conv_forward(self, x, weight, bias):
-            return super()._conv_forward(x, weight + 1, bias)
+        def _conv_forward(self, input, weight, bias):
+            return super()._conv_forward(input, weight + 1, bias)
 
+    x = images(17)
+    for kind in (Conv2dSame, StdConv2d, Doubled, Shifted):
+        chain = nn.Sequential(nn.Conv2d(3, 8, 1), kind(8, 8, 3, 2), kind(8, 8, 3)).requires_grad_(False)
+        chain[0].bias.requires_grad_()
+        chain.append(nn.Flatten())
+        compare(chain, x, "exact", 1e-6)
+        lean_frozen(chain)
+        assert {"_ConvolveBackward"} <= nodes(chain(x))
+        chain[1].weight.requires_grad_()
+        chain[2].requires_grad_()
+        hidden = chain[:1](x)
+        assert "_ConvolveBackward" in nodes(hidden)
+        assert "_ConvolveBackward" not in nodes(chain[1:](hidden.detach()))
+
+
+def nodes(out):
+    """Names of the operators in the graph of `out`."""
+    todo, seen = [out.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        seen.add(node.name())
+        todo += [n for n, _ in node.next_functions if n is not None]
+    return seen
+
+
+def test_what_is_left_alone():
     class MyRMSNorm(nn.Module):
         def __init__(self):
             super().__init__()
@@ -296,14 +326,26 @@ def test_what_is_left_alone():
         def forward(self, x):
             return 3 * F.rms_norm(x, (8,), self.weight, self.eps)
 
+    class MyGELU(nn.GELU):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
     adapted, called = nn.ReLU(), nn.ReLU()
     adapted.adapters = nn.ModuleDict()
     called.forward = torch.tanh
-    model = nn.ModuleList(
-        [Scaled(3, 8, 1), Shifted(3, 8, 1), MyRMSNorm(), adapted, called, nn.ConvTranspose2d(3, 3, 2)]
-    )
-    lean_frozen(model)
+    model = lean_frozen(nn.ModuleList([nn.ConvTranspose2d(3, 3, 2), MyRMSNorm(), MyGELU(), adapted, called]))
     assert not any(isinstance(m, Lean) for m in model.modules())
+
+
+def test_fake_tensors_run_through():
+    """As a planner does, which asks for bytes and has no numbers."""
+    grid_of.cache_clear()
+    model = lean_frozen(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.BatchNorm2d(8), nn.GELU()), "compressed:2")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(2, 3, 8, 8, requires_grad=True)
+        model(x).sum().backward()
+        assert x.grad.shape == x.shape
+    assert not isinstance(torch.tensor(grid_of("gelu", 2).levels), FakeTensor)
 
 
 def test_layers_take_their_arguments_by_name():

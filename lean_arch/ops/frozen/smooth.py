@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lean_arch.ops.derivatives import once_differentiable, refuse_other_derivatives
 from lean_arch.ops.frozen.packing import dense, flat, in_layout, pack, parts_of, unpack
@@ -61,17 +62,8 @@ class Grid(NamedTuple):
     bits: int
     steps: int
     least: int
-    coarse: Tensor
-    levels: Tensor
-
-    def encode(self, slopes: Tensor) -> Tensor:
-        codes = slopes.mul_(self.steps).round_().sub_(self.least).to(torch.uint8)
-        if self.bits == 8:
-            return codes
-        return self.coarse.to(codes.device).index_select(0, codes.int())
-
-    def decode(self, codes: Tensor) -> Tensor:
-        return self.levels.to(codes.device).index_select(0, codes.int())
+    coarse: tuple[int, ...]
+    levels: tuple[float, ...]
 
 
 @functools.cache
@@ -79,17 +71,18 @@ def grid_of(name: str, bits: int) -> Grid:
     """For the activation `name`. Raises ValueError where the number of bits is unknown."""
     if bits not in BITS:
         raise ValueError(f"bits {bits!r} must be 8, 4 or 2")
-    x = torch.linspace(-12, 12, 2**12 + 1, dtype=torch.float64)
-    slopes = SMOOTH[name].slope(torch.ones_like(x), x)
-    low, high = slopes.min().item(), slopes.max().item()
-    steps = int(FINE / (high - low))
-    least = round(low * steps)
-    fine = torch.arange(least, least + 256, dtype=torch.float64) / steps
-    if bits == 8:
-        return Grid(bits, steps, least, torch.arange(256, dtype=torch.uint8), fine.float())
-    levels = _least_squares(slopes, (-x.square() / 2).exp(), 2**bits)
-    nearest = (fine[:, None] - levels).abs().argmin(1)
-    return Grid(bits, steps, least, nearest.to(torch.uint8), levels.float())
+    with _disable_current_modes():  # of fake tensors, which have no numbers
+        x = torch.linspace(-12, 12, 2**12 + 1, dtype=torch.float64)
+        slopes = SMOOTH[name].slope(torch.ones_like(x), x)
+        low, high = slopes.min().item(), slopes.max().item()
+        steps = int(FINE / (high - low))
+        least = round(low * steps)
+        fine = torch.arange(least, least + 256, dtype=torch.float64) / steps
+        if bits == 8:
+            return Grid(bits, steps, least, (), tuple(fine.tolist()))
+        levels = _least_squares(slopes, (-x.square() / 2).exp(), 2**bits)
+        nearest = (fine[:, None] - levels).abs().argmin(1)
+        return Grid(bits, steps, least, tuple(nearest.tolist()), tuple(levels.tolist()))
 
 
 def _least_squares(values: Tensor, weights: Tensor, number: int) -> Tensor:
@@ -124,11 +117,18 @@ def frozen_activation(
 class _Smooth(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, call, slope, grid):
-        def encode(part):
-            return grid.encode(_slopes(slope, part))
+        ctx.strides, ctx.slope, ctx.bits = dense(x).stride(), slope, grid and grid.bits
+        kept, levels = x, None
+        if grid is not None:
+            levels = torch.tensor(grid.levels, device=x.device)
+            coarse = torch.tensor(grid.coarse, device=x.device, dtype=torch.uint8)
 
-        ctx.strides, ctx.grid, ctx.slope = dense(x).stride(), grid, slope
-        ctx.save_for_backward(x if grid is None else pack(dense(x), grid.bits, encode))
+            def encode(part):
+                codes = _slopes(slope, part).mul_(grid.steps).round_().sub_(grid.least).to(torch.uint8)
+                return codes if grid.bits == 8 else coarse.index_select(0, codes.int())
+
+            kept = pack(dense(x), grid.bits, encode)
+        ctx.save_for_backward(kept, levels)
         out = call(x)
         if out is x:
             ctx.mark_dirty(x)
@@ -137,12 +137,15 @@ class _Smooth(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        (kept,) = ctx.saved_tensors
+        kept, levels = ctx.saved_tensors
         grad = in_layout(grad, ctx.strides)
-        into, grid = torch.empty_like(grad), ctx.grid
-        x = flat(dense(kept)) if grid is None else None
+        into = torch.empty_like(grad)
+        x = flat(dense(kept)) if levels is None else None
         for part in parts_of(grad):
-            slopes = _slopes(ctx.slope, x[part]) if grid is None else grid.decode(unpack(kept, part, grid.bits))
+            if levels is None:
+                slopes = _slopes(ctx.slope, x[part])
+            else:
+                slopes = levels.index_select(0, unpack(kept, part, ctx.bits).int())
             flat(into)[part] = slopes.mul_(flat(grad)[part])
         return into, None, None, None
 
