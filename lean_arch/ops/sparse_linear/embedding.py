@@ -80,7 +80,7 @@ def embedding_values_gradient(
     entries = plans.matrix(where, size, plans.Shape(rows, grad.shape[1], 1, 1), False)
     entry, place = met(entries, ids, grad.shape[1])
     grad = grad.flatten()[place].masked_fill_(ids[place // grad.shape[1]] == padding, 0)
-    return entries.unsorted(gather_gradient(grad[:, None], entry, len(entries.rows))[:, 0])
+    return entries.unsorted(gather_gradient(grad[:, None], entry, len(entries.columns))[:, 0])
 
 
 @embedding_forward.register_fake

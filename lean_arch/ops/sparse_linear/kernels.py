@@ -3,7 +3,8 @@
 `sparse_product`: a program takes one row of the matrix and some places, and goes over the row's entries a few at a
 time; all of them read neighbouring places. `sparse_sampled_product`: a program takes a few entries and goes over all
 places. A result is written by one program alone, in one order: there are no atomics, so the same input gives the same
-bits. Matrix units are of no use at a few entries a row.
+bits. Matrix units are of no use at a few entries a row. Columns and Rows need no kernels: they are dense products of a
+library's with a few columns gathered before or scattered after.
 
 Shapes: x (C, P), grad (O, P), values (k,), entries of a matrix (O, C); P places.
 """
@@ -78,14 +79,14 @@ def product(entries: Matrix, values: Tensor, x: Tensor) -> Tensor:
     return out
 
 
-def sampled_product(entries: Matrix, grad: Tensor, x: Tensor) -> Tensor:
+def sampled_product(entries: Matrix, rows: Tensor, grad: Tensor, x: Tensor) -> Tensor:
     """As in portable.py, in float32 or float64."""
-    number, places = len(entries.rows), x.shape[1]
+    number, places = len(rows), x.shape[1]
     out = x.new_empty(number, dtype=torch.promote_types(x.dtype, torch.float32))
     if number:
         with device_of(x):
             sparse_sampled_product[(triton.cdiv(number, SAMPLED["BLOCK_E"]),)](
-                grad, x, entries.rows, entries.columns, out, number, places,
+                grad, x, rows, entries.columns, out, number, places,
                 WIDE=wide(x), num_warps=NUM_WARPS, **SAMPLED,
             )  # fmt: skip
     return out

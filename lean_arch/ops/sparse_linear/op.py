@@ -52,7 +52,9 @@ def sparse_linear(x: Tensor, weight: Tensor, bias: Tensor | None, updates: Updat
     refuse_other_derivatives("sparse_linear", x, weight, bias, *(values for values, _ in updates))
     check_linear(x, weight, bias)
     check_updates(weight, updates)
-    return _updated(Linear(), x, weight, bias, updates, 1, lambda: reference.linear(x, weight, bias, updates))
+    if (backend := _backend(x.device)) == "reference":
+        return reference.linear(x, weight, bias, updates)
+    return _updated(Linear(), x, weight, bias, updates, 1, backend)
 
 
 def sparse_conv2d(
@@ -88,10 +90,9 @@ def sparse_conv2d(
         padding = tuple(n // 2 for n in both)
     check_window(x, weight, padding, dilation)
     geometry = Geometry(stride, padding, dilation, groups)
-    return _updated(
-        Convolution(geometry), x, weight, bias, updates, groups,
-        lambda: reference.conv2d(x, weight, bias, updates, *geometry),
-    )  # fmt: skip
+    if (backend := _backend(x.device)) == "reference":
+        return reference.conv2d(x, weight, bias, updates, *geometry)
+    return _updated(Convolution(geometry), x, weight, bias, updates, groups, backend)
 
 
 def sparse_conv1d(
@@ -147,10 +148,7 @@ def _backend(device: torch.device) -> str:
     return backend_for(device)
 
 
-def _updated(layer, x, weight, bias, updates, groups, textbook):
-    backend = _backend(x.device)
-    if backend == "reference":
-        return textbook()
+def _updated(layer, x, weight, bias, updates, groups, backend):
     updates = [(values, structure) for values, structure in updates if values.numel()]
     parts = tuple(part_of(structure, layer, weight.shape, groups, backend) for _, structure in updates)
     return _Updated.apply(x, weight, bias, layer, parts, *(values for values, _ in updates))

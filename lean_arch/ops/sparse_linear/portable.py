@@ -37,7 +37,7 @@ def product(entries: Matrix, values: Tensor, x: Tensor) -> Tensor:
     )
 
 
-def sampled_product(entries: Matrix, grad: Tensor, x: Tensor) -> Tensor:
-    """The entries of grad x^T: (k,). Both are contiguous and of the same dtype."""
+def sampled_product(entries: Matrix, rows: Tensor, grad: Tensor, x: Tensor) -> Tensor:
+    """The entries of grad x^T: (k,). Both are contiguous and of the same dtype; `rows` are entries.rows()."""
     backward = torch.ops.aten._embedding_bag_per_sample_weights_backward
-    return backward(grad, x, entries.columns, entries.offsets, entries.rows, 0)
+    return backward(grad, x, entries.columns, entries.offsets, rows, 0)

@@ -165,11 +165,12 @@ def sparse_values_gradient(
     """(k,), summed in float32 or float64."""
     geometry, entries = unpacked(x, grad, where, size, kernel, geometry, False)
     dtype = arithmetic(grad.dtype, grad.device)
-    sums = grad.new_zeros(len(entries.rows), dtype=torch.promote_types(dtype, torch.float32))
+    rows = entries.rows()
+    sums = grad.new_zeros(len(rows), dtype=torch.promote_types(dtype, torch.float32))
     for _, some in parts(grad, x.shape[1] * math.prod(kernel)):
         for part in some:
             columns = written_out(x, kernel, geometry, part, dtype)
-            sums += room(backend).sampled_product(entries, flat(grad, part, dtype), columns)
+            sums += room(backend).sampled_product(entries, rows, flat(grad, part, dtype), columns)
     return entries.unsorted(sums)
 
 

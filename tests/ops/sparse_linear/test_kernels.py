@@ -33,7 +33,7 @@ def check_products(room, dtype, size, device="cpu"):
             error(room.product(entries, entries.sorted(values), numbers), matrix @ numbers.double()) < TOLERANCE[dtype]
         )
     wanted = (grad.double() @ x.double().t()).flatten()[index]
-    assert error(room.sampled_product(by_row, grad, x), wanted) < TOLERANCE[dtype]
+    assert error(room.sampled_product(by_row, by_row.rows(), grad, x), wanted) < TOLERANCE[dtype]
 
 
 def check_layers(change, tolerance):
@@ -63,8 +63,8 @@ def poisoned(new):
 torch.empty, torch.Tensor.new_empty = poisoned(torch.empty), poisoned(torch.Tensor.new_empty)
 kernels.PRODUCT, kernels.SAMPLED = {"BLOCK_E": 4, "BLOCK_P": 128}, {"BLOCK_E": 8, "BLOCK_P": 64}
 for size in SIZES:
-    for dtype in (torch.float64, torch.float32, torch.float16):
-        check_products(kernels, dtype, size)
+    check_products(kernels, torch.float64 if size == "one entry" else torch.float32, size)
+    check_products(kernels, torch.float16, size)
 with use("triton"):
     check_layers(torch.Tensor.float, 3e-6)
     check_layers(torch.Tensor.half, 2e-3)
