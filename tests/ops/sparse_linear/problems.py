@@ -97,7 +97,9 @@ class Problem:
 
         updates = [(new(values), structure) for values, structure in self.updates]
         updates = [(values, structure.to(values.device)) for values, structure in updates]
-        return dataclasses.replace(self, x=new(self.x), weight=new(self.weight), bias=new(self.bias), updates=updates)
+        weight = new(self.weight)
+        x = new(self.x).to(weight.device)
+        return dataclasses.replace(self, x=x, weight=weight, bias=new(self.bias), updates=updates)
 
 
 def problem(layer, kinds, *options, x=None, weight=None, dtype=torch.float32, seed=0, size=(2, 3), biased=True):

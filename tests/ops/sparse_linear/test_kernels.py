@@ -37,8 +37,8 @@ def check_products(room, dtype, size, device="cpu"):
 
 
 def check_layers(change, tolerance):
-    for layer, *options in (("linear",), ("conv2d", (2, 1), 1)):
-        sizes = {} if layer == "linear" else {"x": (2, 6, 5, 6), "weight": (4, 6, 3, 2)}
+    for layer, *options in (("linear",), ("embedding",), ("conv2d", (2, 1), 1)):
+        sizes = {} if layer != "conv2d" else {"x": (2, 6, 5, 6), "weight": (4, 6, 3, 2)}
         compare(problem(layer, ("blocks", "entries", "rows", "columns"), *options, **sizes).map(change), tolerance)
 
 

@@ -270,7 +270,7 @@ def test_without_data(layer, kind):
     mode = FakeTensorMode() if kind == "fake" else contextlib.nullcontext()
     move = mode.from_tensor if kind == "fake" else lambda t: t.to("meta")
     empty = given.map(move)
-    empty.x = empty.x if empty.x.is_floating_point() else move(given.x)
+    empty.x = empty.x if empty.x.is_floating_point() else move(given.x)  # ids
     empty.updates = [(v, _moved(s, move)) for (v, _), (_, s) in zip(empty.updates, given.updates)]
     with mode:
         out = empty.ours()
