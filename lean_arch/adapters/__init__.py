@@ -4,6 +4,7 @@ from lean_arch.adapters import bias, ladder, lora, sparse  # noqa: F401 (they re
 from lean_arch.adapters.attach import activate, attach, detach, list_adapters, trainable_parameters
 from lean_arch.adapters.files import load, save
 from lean_arch.adapters.merge import merge, unmerge
+from lean_arch.adapters.regrow import regrow
 from lean_arch.adapters.summary import summary
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "list_adapters",
     "load",
     "merge",
+    "regrow",
     "save",
     "summary",
     "trainable_parameters",

@@ -1,10 +1,13 @@
 """Writing an adapter into the weights it changes, and taking it out again to the bit."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
 from lean_arch.adapters.layers import matrix
-from lean_arch.adapters.method import attached, method_of
+from lean_arch.adapters.method import LayerMethod, attached, method_of
 
 
 @torch.no_grad()
@@ -63,3 +66,20 @@ def unmerge(model: nn.Module, name: str) -> nn.Module:
     for other in later:
         merge(model, other, force=True)
     return model
+
+
+@contextlib.contextmanager
+def all_merged(model: nn.Module) -> Iterator[None]:
+    """Within, the layers' weights are what they compute with, so that gradients of them can be taken."""
+    there = attached(model)
+    merged = {name for name, _ in there.merged}
+    names = [n for n, method in there.methods.items() if isinstance(method, LayerMethod) and n not in merged]
+    done = []
+    try:
+        for name in names:
+            merge(model, name, force=True)
+            done.append(name)
+        yield
+    finally:
+        for name in reversed(done):
+            unmerge(model, name)

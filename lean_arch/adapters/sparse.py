@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lean_arch.adapters.lora import LoRA, LoRAPart
+from lean_arch.adapters.merge import all_merged
 from lean_arch.adapters.method import LayerMethod
 from lean_arch.adapters.part import Part, dense, value_dtype
 from lean_arch.adapters.selection import SELECTIONS, check_structure, choose, each_gradient, input_norms
@@ -122,7 +123,8 @@ class Sparse(LayerMethod):
             def visit(layer, gradient):
                 self.chosen[layer.name] = self.choose(layer, gradient.float().abs())
 
-            each_gradient(layers, self.loss, visit)
+            with all_merged(model):
+                each_gradient(layers, self.loss, visit)
             missing = [layer.name for layer in layers if layer.name not in self.chosen]
             if missing:
                 raise ValueError(f"loss does not depend on layer {missing[0]!r}; leave that out of target")

@@ -140,3 +140,26 @@ def test_sixteen_bits_and_autocast(dtype):
     assert all(p.grad.dtype == torch.float32 for p in adapters.trainable_parameters(model))
     model.to(dtype)
     model(x.to(dtype)).float().square().sum().backward()
+
+
+def test_gradients_see_the_adapters_that_are_there():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12)), torch.randn(4, 12)
+    adapters.attach(model, "lora", name="first")
+    with torch.no_grad():
+        for parameter in adapters.trainable_parameters(model):
+            parameter += torch.randn_like(parameter)
+    before = [layer.weight.clone() for layer in model]
+
+    def loss():
+        return model(x).square().sum()
+
+    options = {"structure": "unstructured", "density": 0.1, "select": "gradient", "loss": loss}
+    adapters.attach(model, "sparse", name="task", **options)
+    assert all(torch.equal(layer.weight, weight) for layer, weight in zip(model, before))
+    adapters.merge(model, "first")
+    merged = [layer.weight.detach().requires_grad_() for layer in model]
+    y = F.linear(F.linear(x, merged[0], model[0].bias), merged[1], model[1].bias)
+    y.square().sum().backward()
+    for layer, weight in zip(model, merged):
+        assert positions(layer).tolist() == sorted(weight.grad.abs().flatten().topk(14).indices.tolist())
