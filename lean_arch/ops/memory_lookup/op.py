@@ -5,7 +5,8 @@ pass makes a gradient the size of the table, 4 GiB for a million rows of 1,024 n
 are sorted by the row they read, and the sum of each row is made by the forward pass's own operation; so it is compact
 and the same to the bit each time. No row is copied for each of its readers, forward or backward.
 
-Shapes: values (S, V), index, weights (T, K), rows (R,), row_values (R, V), result (T, V); N = T K entries.
+Shapes: values (S, V), index, weights (T, K), rows (R,), row_values (R, V), result (T, V). A table is either of values
+and row_values.
 """
 
 import importlib
@@ -37,9 +38,10 @@ def memory_lookup(
 
     Args:
         values: (S, V), float32, float16, bfloat16 or float64.
-        index: (T, K) int64, from 0 to S - 1. On a GPU, where looking would wait for it, the caller sees to that.
+        index: (T, K) int64, below S; a negative number reads nothing. A GPU does not look for numbers that are too
+            large, for one would wait for it.
         weights: (T, K), a float dtype, float32 beside 16-bit values too; its gradient comes in it.
-        rows: (R,) int64, different from each other, in any order. A number below 0 stands for no row.
+        rows: (R,) int64, different from each other, in any order; a negative number stands for no row.
         row_values: (R, V), what is added to those rows; of the dtype of values, or float32.
         sparse: False for a dense gradient of `values`, which every optimiser takes and which is as large as the table.
 
@@ -50,26 +52,34 @@ def memory_lookup(
     """
     refuse_other_derivatives("memory_lookup", values, weights, row_values)
     _check(values, index, weights, rows, row_values)
-    place = None if rows is None else places(index, rows)
-    return torch.ops.lean_arch.memory_lookup(
-        values, index, weights, place, row_values, sparse, backend_name(values.device)
-    )
+    backend = _backend(values.device)
+    out = torch.ops.lean_arch.memory_lookup(values, index, weights, sparse, backend)
+    if rows is None:
+        return out
+    more = torch.ops.lean_arch.memory_lookup(row_values, places(index, rows), weights, False, backend)
+    return out + more.to(out.dtype)
 
 
+@torch.library.custom_op("lean_arch::memory_places", mutates_args=())
 def places(index: Tensor, rows: Tensor) -> Tensor:
     """Where in `rows` each number of `index` is; -1 where it is not. Raises ValueError for a row that is there twice.
 
-    Only a CPU is asked for that: a GPU would be waited for.
+    Only a CPU looks for that: a GPU would be waited for.
     """
     if len(rows) == 0:
         return torch.full_like(index, -1)
     ordered, order = rows.sort()
-    if rows.is_cpu and not torch.compiler.is_compiling():
+    if rows.is_cpu:
         twice = ordered[1:][(ordered.diff() == 0) & (ordered[1:] >= 0)]
         if len(twice):
             raise ValueError(f"rows hold {twice[0].item()} twice; every row may be there once")
     near = torch.searchsorted(ordered, index).clamp_(max=len(rows) - 1)
-    return torch.where(ordered[near] == index, order[near], -1)
+    return torch.where((ordered[near] == index) & (index >= 0), order[near], -1)
+
+
+@places.register_fake
+def _(index, rows):
+    return torch.empty_like(index)
 
 
 def _check(values, index, weights, rows, row_values):
@@ -105,133 +115,83 @@ def _check(values, index, weights, rows, row_values):
 
 
 @torch.compiler.assume_constant_result
-def backend_name(device: torch.device) -> str:
+def _backend(device: torch.device) -> str:
     """Chosen when a function is compiled, not each time it runs."""
     return backend_for(device)
 
 
 def room(backend: str):
-    """The module that holds a backend's `bags` and `dots`."""
+    """The module that holds a backend's `forward`, `by_weights` and `by_rows`."""
     return importlib.import_module(f"lean_arch.ops.memory_lookup.{ROOMS[backend]}")
 
 
-def sorted_by(row: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """(order, offsets): the entries of row 0, of row 1, ... to `length` - 1; of every row in their old order."""
-    ordered, order = row.sort(stable=True)
-    return order, torch.searchsorted(ordered, torch.arange(length + 1, device=row.device))
-
-
 @torch.library.custom_op("lean_arch::memory_lookup", mutates_args=())
-def _forward(
-    values: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    place: Tensor | None,
-    row_values: Tensor | None,
-    sparse: bool,
-    backend: str,
-) -> Tensor:
-    run, (tokens, reads) = room(backend), index.shape
-    if values.is_cpu and index.numel():
-        low, high = index.min().item(), index.max().item()
-        if low < 0 or high >= len(values):
-            raise ValueError(f"index goes from {low} to {high}; values have the rows 0 to {len(values) - 1}")
-    offsets = torch.arange(0, index.numel() + 1, reads, device=index.device) if reads else index.new_zeros(tokens + 1)
-    out = run.bags(values, index.flatten(), offsets, weights.flatten())
-    if place is not None:
-        hit = place >= 0
-        ends = hit.sum(1).cumsum(0)
-        more = run.bags(row_values, place[hit], torch.cat((ends.new_zeros(1), ends)), weights[hit])
-        out = (out + more).to(out.dtype)
-    return out
+def _forward(table: Tensor, index: Tensor, weights: Tensor, sparse: bool, backend: str) -> Tensor:
+    if table.is_cpu and index.numel() and index.max() >= len(table):
+        raise ValueError(f"index goes up to {index.max().item()}; values have the rows 0 to {len(table) - 1}")
+    return room(backend).forward(table, index, weights)
 
 
 @_forward.register_fake
-def _(values, index, weights, place, row_values, sparse, backend):
-    return values.new_empty(index.shape[0], values.shape[1])
+def _(table, index, weights, sparse, backend):
+    return table.new_empty(index.shape[0], table.shape[1])
 
 
-@torch.library.custom_op("lean_arch::memory_lookup_backward", mutates_args=())
-def _backward(
-    grad: Tensor,
-    values: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    place: Tensor | None,
-    row_values: Tensor | None,
-    backend: str,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor]:
-    """Gradients by weights and row_values; empty tensors where `needs` says that they are not wanted."""
-    run, grad = room(backend), grad.contiguous()
-    by_weights = by_rows = values.new_empty(0)
-    tokens = torch.arange(len(index), device=index.device)[:, None].expand_as(index).contiguous()
-    if place is not None:
-        hit = place >= 0
-        token, slot = tokens[hit], place[hit]
-    if needs[0]:
-        by_weights = run.dots(grad, tokens.flatten(), values, index.flatten()).to(weights.dtype).view_as(weights)
-        if place is not None:
-            by_weights[hit] += run.dots(grad, token, row_values, slot).to(weights.dtype)
-    if needs[1]:
-        order, offsets = sorted_by(slot, len(row_values))
-        by_rows = run.bags(grad.to(row_values.dtype), token[order], offsets, weights[hit][order])
-    return by_weights, by_rows
+@torch.library.custom_op("lean_arch::memory_lookup_by_weights", mutates_args=())
+def _by_weights(grad: Tensor, table: Tensor, index: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
+    return room(backend).by_weights(grad.contiguous(), table, index).to(dtype)
 
 
-@_backward.register_fake
-def _(grad, values, index, weights, place, row_values, backend, needs):
-    empty = values.new_empty(0)
-    return (
-        weights.new_empty(weights.shape) if needs[0] else empty,
-        row_values.new_empty(row_values.shape) if needs[1] else empty,
-    )
+@_by_weights.register_fake
+def _(grad, table, index, dtype, backend):
+    return grad.new_empty(index.shape, dtype=dtype)
 
 
-@torch.library.custom_op("lean_arch::memory_lookup_table_backward", mutates_args=())
-def _table_backward(
-    grad: Tensor, index: Tensor, weights: Tensor, dtype: torch.dtype, backend: str
-) -> tuple[Tensor, Tensor]:
-    """(rows that were read, in order; the gradient of each)."""
+@torch.library.custom_op("lean_arch::memory_lookup_by_table", mutates_args=())
+def _by_table(grad: Tensor, table: Tensor, index: Tensor, weights: Tensor, backend: str) -> Tensor:
+    """The gradient of every row of the table."""
     ordered, order = index.flatten().sort(stable=True)
-    rows, counts = ordered.unique_consecutive(return_counts=True)
-    ends = counts.cumsum(0)
-    offsets = torch.cat((ends.new_zeros(1), ends))
-    token = order // max(index.shape[1], 1)
-    return rows, room(backend).bags(grad.contiguous(), token, offsets, weights.flatten()[order]).to(dtype)
+    offsets = torch.searchsorted(ordered, torch.arange(len(table) + 1, device=index.device))
+    return room(backend).by_rows(grad.contiguous(), weights, order, offsets).to(table.dtype)
 
 
-@_table_backward.register_fake
-def _(grad, index, weights, dtype, backend):
+@_by_table.register_fake
+def _(grad, table, index, weights, backend):
+    return table.new_empty(table.shape)
+
+
+@torch.library.custom_op("lean_arch::memory_lookup_by_rows", mutates_args=())
+def _by_rows(grad: Tensor, table: Tensor, index: Tensor, weights: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    """(the rows that were read, ascending; the gradient of each)."""
+    ordered, order = index.flatten().sort(stable=True)
+    none = (ordered < 0).sum()
+    rows, counts = ordered[none:].unique_consecutive(return_counts=True)
+    offsets = torch.cat((none[None], none + counts.cumsum(0)))
+    return rows, room(backend).by_rows(grad.contiguous(), weights, order, offsets).to(table.dtype)
+
+
+@_by_rows.register_fake
+def _(grad, table, index, weights, backend):
     read = torch.library.get_ctx().new_dynamic_size()
-    return index.new_empty(read), grad.new_empty(read, grad.shape[1], dtype=dtype)
+    return index.new_empty(read), table.new_empty(read, table.shape[1])
 
 
 def _remember(ctx, inputs, output):
-    *tensors, sparse, backend = inputs
+    *tensors, ctx.sparse, ctx.backend = inputs
     ctx.save_for_backward(*tensors)
-    ctx.options = sparse, backend
 
 
 def _differentiate(ctx, grad):
-    values, index, weights, place, row_values = ctx.saved_tensors
-    sparse, backend = ctx.options
-    need_values, _, need_weights, _, need_rows, *_ = ctx.needs_input_grad
-    by_values = by_weights = by_rows = None
-    if need_values:
-        rows, compact = torch.ops.lean_arch.memory_lookup_table_backward(grad, index, weights, values.dtype, backend)
-        if sparse:
-            by_values = torch.sparse_coo_tensor(
-                rows[None], compact, values.shape, check_invariants=False, is_coalesced=True
-            )
-        else:
-            by_values = torch.zeros_like(values).index_copy_(0, rows, compact)
-    if need_weights or need_rows:
-        needs = [need_weights, need_rows]
-        by_weights, by_rows = torch.ops.lean_arch.memory_lookup_backward(
-            grad, values, index, weights, place, row_values, backend, needs
-        )
-    return by_values, None, by_weights if need_weights else None, None, by_rows if need_rows else None, None, None
+    table, index, weights = ctx.saved_tensors
+    by_table = by_weights = None
+    if ctx.needs_input_grad[0] and ctx.sparse:
+        rows, values = torch.ops.lean_arch.memory_lookup_by_rows(grad, table, index, weights, ctx.backend)
+        by_table = torch.sparse_coo_tensor(rows[None], values, table.shape, check_invariants=False, is_coalesced=True)
+    elif ctx.needs_input_grad[0]:
+        by_table = torch.ops.lean_arch.memory_lookup_by_table(grad, table, index, weights, ctx.backend)
+    if ctx.needs_input_grad[2]:
+        by_weights = torch.ops.lean_arch.memory_lookup_by_weights(grad, table, index, weights.dtype, ctx.backend)
+    return by_table, None, by_weights, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_remember)
@@ -241,20 +201,18 @@ def _refuse(ctx, *grads):
     raise RuntimeError("memory_lookup cannot be differentiated twice; F.embedding and a sum can")
 
 
-_backward.register_autograd(_refuse)
-_table_backward.register_autograd(_refuse)
+for _gradient in (_by_weights, _by_table, _by_rows):
+    _gradient.register_autograd(_refuse)
 
 
 @register_flop_formula(torch.ops.lean_arch.memory_lookup)
-def _forward_flops(values_shape, index_shape, *others, out_shape=None) -> int:
-    return 2 * index_shape[0] * index_shape[1] * values_shape[1]
+def _forward_flops(table_shape, index_shape, *others, out_shape=None) -> int:
+    """A product and a sum for each number of each row that is read."""
+    return 2 * index_shape[0] * index_shape[1] * table_shape[1]
 
 
-@register_flop_formula(torch.ops.lean_arch.memory_lookup_backward)
-def _backward_flops(grad_shape, values_shape, index_shape, *others, out_shape=None) -> int:
-    return 2 * index_shape[0] * index_shape[1] * values_shape[1] * sum(others[-1])
-
-
-@register_flop_formula(torch.ops.lean_arch.memory_lookup_table_backward)
-def _table_backward_flops(grad_shape, index_shape, *others, out_shape=None) -> int:
-    return 2 * index_shape[0] * index_shape[1] * grad_shape[1]
+@register_flop_formula(
+    [getattr(torch.ops.lean_arch, f"memory_lookup_by_{name}") for name in ("weights", "table", "rows")]
+)
+def _backward_flops(grad_shape, table_shape, index_shape, *others, out_shape=None) -> int:
+    return _forward_flops(table_shape, index_shape)

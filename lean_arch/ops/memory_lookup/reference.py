@@ -1,12 +1,11 @@
-"""Weighted sums of rows of a table, and the products of rows of two tables: all that a lookup and its gradients take.
+"""A weighted sum of rows of a table, and its gradients, as a student would write them down.
 
-    out[b] = sum over the entries n of bag b of weights[n] * table[index[n]]
-    dots[n] = sum over v of left[left_index[n], v] * right[right_index[n], v]
+    out[t] = sum over k of weights[t, k] * table[index[t, k]]
 
-What the other backends are measured against. The same sum serves forward, where a bag is what a token reads, and
-backward, where a bag is what read a row.
+What the other backends are measured against. A negative index stands for nothing.
 
-Shapes: table (S, V), index, weights (N,), offsets (B + 1,), bag b from offsets[b] to offsets[b + 1], out (B, V).
+Shapes: table (S, V), index, weights (T, K), out, grad (T, V); order (N,) numbers of entries, t * K + k, of which those
+from offsets[r] to offsets[r + 1] are the readers of the r-th of R rows.
 """
 
 import torch
@@ -18,15 +17,24 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def bags(table: Tensor, index: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
-    """out (B, V) in the table's dtype; an empty bag gives 0."""
-    bag = torch.repeat_interleave(offsets.diff())
-    rows = table[index].to(wide(table.dtype)) * weights[:, None]
-    out = rows.new_zeros(len(offsets) - 1, table.shape[1])
-    return out.index_add_(0, bag, rows.to(out.dtype)).to(table.dtype)
+def rows_of(table: Tensor, index: Tensor) -> Tensor:
+    """(T, K, V), 0 where there is none."""
+    return table[index.clamp(min=0)].to(wide(table.dtype)) * (index >= 0)[..., None]
 
 
-def dots(left: Tensor, left_index: Tensor, right: Tensor, right_index: Tensor) -> Tensor:
-    """(N,), in float32 or float64."""
-    dtype = wide(right.dtype)
-    return (left[left_index].to(dtype) * right[right_index].to(dtype)).sum(1)
+def forward(table: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """out, in the table's dtype."""
+    return (weights[..., None] * rows_of(table, index)).sum(1).to(table.dtype)
+
+
+def by_weights(grad: Tensor, table: Tensor, index: Tensor) -> Tensor:
+    """The gradient of weights (T, K), in float32 or float64."""
+    return (grad[:, None] * rows_of(table, index)).sum(-1)
+
+
+def by_rows(grad: Tensor, weights: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
+    """The gradients of the rows (R, V), in float32 or float64."""
+    entries = order[offsets[0] :]
+    row = torch.repeat_interleave(offsets.diff())
+    each = grad.to(wide(grad.dtype))[entries // weights.shape[1]] * weights.flatten()[entries, None]
+    return each.new_zeros(len(offsets) - 1, grad.shape[1]).index_add_(0, row, each)
