@@ -74,12 +74,14 @@ def test_every_training_command_runs(tmp_path):
         assert (tmp_path / "runs" / "lean_vit" / name).exists(), name
 
 
-def test_code_runs():
+def test_code_runs(tmp_path, monkeypatch):
     """The Python of the README, with what it takes for given."""
+    monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     part = lambda: nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))  # noqa: E731
     images, labels = torch.randn(2, 3, 224, 224), torch.tensor([1, 2])
     names = {
+        "torch": torch,
         **{name: part() for name in ("attention_1", "mlp_1", "attention_2", "mlp_2")},
         **{"x": torch.randn(4, 5, 8), "loss": torch.sum, "images": images, "labels": labels},
         **{name: torch.randn(1, 2, 100, 8) for name in "qkv"},
