@@ -45,7 +45,8 @@ def attach(
             and saved along, as a new head.
         qkv: of a fused query, key and value projection only these thirds, as "qv".
         activations: what frozen layers keep for the backward pass: "exact" what exact gradients need and no more,
-            "compressed" 8-bit stand-ins for activations and norms.
+            "compressed" 8-bit stand-ins for activations and norms, "compressed:4" and "compressed:2" fewer bits (see
+            `lean_frozen`). The last adapter's choice holds for all.
         options: of the method.
 
     Raises ValueError or TypeError for what cannot be, and leaves `model` as it was.
@@ -112,8 +113,9 @@ def begin(model: nn.Module, there: Attached | None) -> None:
 
 def settle(model: nn.Module, activations: str | None = None) -> None:
     there = attached(model)
-    there.activations = activations or there.activations
-    lean_frozen(model, there.activations)
+    activations = activations or there.activations
+    lean_frozen(model, activations)
+    there.activations = activations
 
 
 def end_if_empty(model: nn.Module) -> None:

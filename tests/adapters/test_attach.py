@@ -193,6 +193,7 @@ FAULTS = [
     (ValueError, "select='gradient' needs loss", {"select": "gradient"}),
     (TypeError, "option 'ranks' is not one of adapter 'sparse'", {"ranks": 3}),
     (ValueError, "name 'a.b' must be letters", {"name": "a.b"}),
+    (ValueError, "activations 'few' is unknown", {"activations": "few"}),
     (ValueError, "qkv 'x' must be of the letters", {"qkv": "x"}),
     (ValueError, r"block_size \(7, 7\) does not divide", {"structure": "block", "block_size": (7, 7)}),
 ]
