@@ -163,6 +163,7 @@ RULES: dict[object, Callable[..., int]] = {
 # operator -> its arguments whose first dimension is the batch
 PROBED = {aten.convolution: (0,), aten.convolution_backward: (0, 1)}
 SMALL = (2, 4)  # batches that tell how each block grows; more than the threads, among which one image is not split
+MANY = 16  # images that one thread convolves 1x1 by oneDNN; fewer it leaves to a matrix product, which takes no scratch
 _seen = {}  # key of a probe -> its allocator events in bytes
 
 
@@ -172,8 +173,12 @@ class Probe:
     def __init__(self, func, args: tuple, kwargs: dict):
         self.batch = args[0].shape[0]
         self.whole = self._key(func, args, kwargs, self.batch)
-        few = self.batch <= SMALL[-1]
-        self.keys = [self.whole] if few else [self._key(func, args, kwargs, batch) for batch in SMALL]
+        weight = args[len(PROBED[func.overloadpacket])]
+        by_number = torch.get_num_threads() == 1 and weight.shape[2:].numel() == 1
+        least = MANY if by_number and self.batch >= MANY else 0
+        self.small = [least + batch for batch in SMALL]
+        few = self.batch <= self.small[-1]
+        self.keys = [self.whole] if few else [self._key(func, args, kwargs, batch) for batch in self.small]
 
     @staticmethod
     def _key(func, args, kwargs, batch):
@@ -188,7 +193,7 @@ class Probe:
     def scratch(self) -> int:
         events = [_seen[key] for key in self.keys]
         if len(events) == len(SMALL):
-            reach = (self.batch - SMALL[0]) / (SMALL[1] - SMALL[0])
+            reach = (self.batch - self.small[0]) / (self.small[1] - self.small[0])
             events = [[round(low + (high - low) * reach) for low, high in zip(*events, strict=True)]]
         level = peak = 0
         for nbytes in events[0]:
@@ -200,7 +205,7 @@ class Probe:
 def probe(calls: list[Probe]) -> list[int]:
     """Scratch bytes of `calls`.
 
-    Runs each distinct one on zeros with a batch of at most 4 and extends what it took to the batch in question:
+    Runs each distinct one on zeros with a batch of 4 or 20 at most and extends what it took to the batch in question:
     every block grows linearly. Where two small batches go by different kernels, the batch in question is run.
     """
     _look_up(calls)

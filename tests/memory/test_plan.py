@@ -110,9 +110,20 @@ def test_each_rule_is_what_the_kernel_takes(func, args):
     assert taken > results
 
 
-def test_probe_extends_small_batches_to_a_large_one():
-    images, weight = torch.randn(11, 16, 20, 20), torch.randn(24, 16, 3, 3)
-    args = (images, weight, None, [2, 2], [1, 1], [1, 1], False, [0, 0], 1)
+@pytest.fixture
+def one_thread():
+    """Which convolves otherwise than two do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("kernel", "batch"), [(3, 11), (1, 11), (1, 18), (1, 33)])
+def test_probe_extends_small_batches_to_a_large_one(kernel, batch, one_thread):
+    images, weight = torch.randn(batch, 16, 20, 20), torch.randn(24, 16, kernel, kernel)
+    stride, padding = [min(kernel, 2)] * 2, [kernel // 2] * 2
+    args = (images, weight, None, stride, padding, [1, 1], False, [0, 0], 1)
     kept = []
     taken = peak_bytes(lambda: kept.append(aten.convolution.default(*args)), warmup=0)
     assert probe([Probe(aten.convolution.default, args, {})]) == [taken - kept[0].nbytes]
