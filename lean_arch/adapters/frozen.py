@@ -184,6 +184,10 @@ class LeanLayerNorm2d(LeanLayerNorm):
 
 
 class LeanGroupNorm(LeanLayerNorm):
+    def gains(self, x):
+        # a result that is kept must not be written over, as activations behind a GroupNorm do
+        return (self.weight is not None or self.bits is not None) and super().gains(x)
+
     def lean(self, x, plain):
         return frozen_group_norm(x, self.num_groups, self.weight, self.bias, self.eps, self.bits is not None, plain)
 

@@ -6,7 +6,7 @@ A row is what is normalised together. The gradient of x needs the normalised row
 
 So where the result is those (no weight, no bias), it is kept, as the next layer may keep it anyway; and with
 `compressed` they are kept as whole numbers from -127 to 127 with a scale a row. They enter the gradient in a projection
-alone, of which 8 bits lose little: for normal rows of 768 numbers the gradient is off by 3e-4 of its norm. x itself is
+alone, of which 8 bits lose little: for normal rows of 768 numbers the gradient is off by 4e-4 of its norm. x itself is
 kept in its own dtype, where PyTorch keeps float32 copies under autocast on a GPU and in norms of several operators.
 
 Shapes: x (..., *shape) for LayerNorm and RMSNorm, (B, C, *size) for GroupNorm; weight, bias `shape` or (C,).
