@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_arch.adapters.part import Part
+from lean_arch.blocks import MemoryLayer
 from lean_arch.ops import sparse_conv1d, sparse_conv2d, sparse_embedding, sparse_linear
 from lean_arch.ops.subclass import Mixin, become, revert
 
@@ -235,6 +236,8 @@ def remove_part(layer: nn.Module, name: str) -> None:
 
 
 def matrix(layer: nn.Module) -> Tensor:
-    """The weight that adapters of `layer` change, as (O, C, *kernel): a view without a graph."""
+    """The weight that adapters of `layer` change, as (O, C, *kernel), or a memory's values: a view without a graph."""
+    if isinstance(layer, MemoryLayer):
+        return layer.values.detach()
     mixin = mixin_for(layer)
     return mixin.outputs_first(mixin.parameter(layer).detach())
