@@ -31,7 +31,7 @@ from lean_arch.ops import depthwise_conv2d, layer_norm2d, sparse_attention, use
 from lean_arch.ops.patterns import causal, dense, global_tokens, local, random_blocks, strided
 from lean_arch.ops.targets import TARGETS, Build, Target
 
-ROOMS = "attention", "depthwise", "layer_norm2d", "linear_cross_entropy", "norm_act", "sparse_linear"
+ROOMS = "attention", "depthwise", "layer_norm2d", "linear_cross_entropy", "memory_lookup", "norm_act", "sparse_linear"
 MODULES = [f"lean_arch.ops.{room}.kernels" for room in ROOMS]
 COLUMNS = ("kernel", "target", "dtype", "registers", "spill_bytes", "shared_bytes", "shared_limit", "matrix_unit")
 NVIDIA_UNITS, AMD_UNITS = re.compile(r"\b(wgmma\.|tcgen05\.mma|mma\.sync)"), re.compile(r"\bv_mfma_")

@@ -1,5 +1,9 @@
 """memory_lookup: a gather and a sum in float64, value and every gradient, nothing of the table's size."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -191,3 +195,47 @@ def test_bad_input_is_refused_by_name(change, message):
     given = {"values": torch.randn(9, 4), "index": torch.zeros(2, 3, dtype=torch.int64), "weights": torch.randn(2, 3)}
     with pytest.raises(ValueError, match=message):
         memory_lookup(**given | change)
+
+
+INTERPRETED = """
+import torch
+from lean_arch.ops import use
+from lean_arch.ops.memory_lookup import kernels
+from tests.ops.test_memory_lookup import compare, problem
+
+empty_like = torch.Tensor.new_empty
+torch.Tensor.new_empty = lambda *size, **more: empty_like(*size, **more).fill_(-7)
+kernels.BLOCK_V = 4  # several tiles
+with use("triton"):
+    for dtype, tolerance in ((torch.float32, 2e-6), (torch.float16, 1e-3)):
+        compare(*problem(dtype, reads=11), tolerance)
+        compare(*problem(dtype), tolerance, sparse=False)
+    values, index, weights, rows, row_values = problem()
+    compare(values.half(), index, weights, rows, row_values, 1e-3)
+    compare(values.t().contiguous().t(), index, weights, None, None, 2e-6)
+    compare(*problem(tokens=0), 2e-6)
+print("right")
+"""
+
+
+def test_triton_interpreted():
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "right", done.stderr[-2000:]
+
+
+def test_triton_refuses_float64_by_name():
+    kernels = pytest.importorskip("lean_arch.ops.memory_lookup.kernels")
+    values, index, weights, *_ = problem(torch.float64)
+    with pytest.raises(ValueError, match=r"values is torch\.float64; Triton"):
+        kernels.forward(values, index, weights)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_triton_on_a_gpu(dtype, sparse):
+    inputs = [t.cuda() for t in problem(dtype, tokens=300, reads=32, slots=5000, size=520, trained=700)]
+    with use("triton"):
+        compare(*inputs, 2 * TOLERANCE[dtype], sparse=sparse)
