@@ -2,8 +2,8 @@
 
 `memory_bags` sums up a bag of rows, some at a time: of the table, those that a token reads; of the gradient (BACK),
 those of the tokens that read a row, which were sorted before. `memory_dots` multiplies a token's gradient with the rows
-that it reads. There are no atomics, so the same input gives the same bits. One program sums up all readers of a row: where
-every token reads one, its program is the last to end.
+that it reads. There are no atomics, so the same input gives the same bits. All readers of a row are summed up by one
+program: where every token reads one, its program is the last to end.
 
 Shapes as in reference.py; a tile (BLOCK_N, BLOCK_V), entries by numbers of a row.
 """
