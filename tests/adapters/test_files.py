@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -142,6 +142,7 @@ def test_few_bytes_a_value_at_any_density(tmp_path):
         adapters.detach(model, "task")
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**40), max_size=200), st.booleans())
 def test_packing_is_exact(numbers, ascending):
     index = torch.tensor(sorted(numbers) if ascending else numbers, dtype=torch.int64)
