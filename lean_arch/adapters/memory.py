@@ -99,13 +99,17 @@ def by_tf_idf(share: Tensor, counts: SlotCounts, slots: Tensor) -> Tensor:
     return share * ((counts.total + 1) / (counts.documents[slots] + 1)).log()
 
 
+def by_lift(share: Tensor, counts: SlotCounts, slots: Tensor) -> Tensor:
+    """Over their share of the background's reads, to which one of each slot is added."""
+    return share / (counts.reads[slots] + 1) * (counts.reads.sum() + len(counts.reads))
+
+
 def by_kl(share: Tensor, counts: SlotCounts, slots: Tensor) -> Tensor:
-    """What the slots add to the divergence of the batch's reads from the background's, with one more read of each."""
-    background = (counts.reads[slots] + 1) / (counts.reads.sum() + len(counts.reads))
-    return share * (share / background).log()
+    """What the slots add to the divergence of the batch's reads from the background's."""
+    return share * by_lift(share, counts, slots).log()
 
 
-RANKINGS = {"tf_idf": by_tf_idf, "kl": by_kl}  # of the share that `slots` have in a batch's reads
+RANKINGS = {"tf_idf": by_tf_idf, "kl": by_kl, "lift": by_lift}  # of the share that `slots` have in a batch's reads
 
 
 class MemoryPart(Part):
@@ -190,7 +194,9 @@ class Memory(Method):
         background: of `count_slots`, for texts whose knowledge is to stay.
         top_t: slots that a batch may move, in each layer.
         capacity: slots in each layer that may ever move: a trained row each.
-        ranking: "tf_idf" or "kl".
+        ranking: "tf_idf" as in the paper; "kl", the Kullback-Leibler divergence; "lift", how many times more a batch
+            reads a slot than the background does, which prefers slots that the background hardly reads to those that
+            the batch reads often.
 
     Of optimisers those without momentum leave a row alone that a batch does not move: `RowAdam`, or SGD as in the
     paper.

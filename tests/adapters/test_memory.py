@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lean_arch import adapters
-from lean_arch.adapters.memory import SlotCounts, by_kl, by_tf_idf
+from lean_arch.adapters.memory import SlotCounts, by_kl, by_lift, by_tf_idf
 from lean_arch.blocks import MemoryLayer
 from tests.ruler import allocations
 
@@ -66,6 +66,8 @@ def test_rankings_are_the_papers():
     torch.testing.assert_close(by_tf_idf(share, counts, slots), torch.tensor(wanted))
     wanted = [p * math.log(p / (q / 30)) for p, q in ((0.5, 1), (0.25, 21), (0.25, 2))]
     torch.testing.assert_close(by_kl(share, counts, slots), torch.tensor(wanted))
+    wanted = [p / (q / 30) for p, q in ((0.5, 1), (0.25, 21), (0.25, 2))]
+    torch.testing.assert_close(by_lift(share, counts, slots), torch.tensor(wanted))
 
 
 def test_outputs_are_the_base_s_at_first_and_the_base_comes_back():
