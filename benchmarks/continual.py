@@ -1,6 +1,7 @@
 import argparse
 import concurrent.futures
 import functools
+import math
 import multiprocessing
 import pathlib
 import tempfile
@@ -67,14 +68,14 @@ def trimmed(task: Task, facts: Tensor) -> Task:
 
 def learn(model: Model, task: Task, optimizers: list, epochs: int, batch: int) -> None:
     """Cross-entropy of the answers; rates rise for a twentieth of the steps and fall to 0."""
-    steps = epochs * (len(task[0]) // batch)
+    steps = epochs * math.ceil(len(task[0]) / batch)
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(o, lambda s: min((s + 1) / (0.05 * steps + 1), 1) * (1 - s / steps))
         for o in optimizers
     ]
     model.train()
     for _ in range(epochs):
-        for facts in torch.randperm(len(task[0])).split(batch)[: len(task[0]) // batch]:
+        for facts in torch.randperm(len(task[0])).split(batch):
             tokens, targets = trimmed(task, facts)
             where = targets >= 0
             loss = F.cross_entropy(model(tokens, where), targets[where])
